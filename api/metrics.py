@@ -41,6 +41,8 @@ COUNTERS = [
     ("expert_bytes_read", "Bytes of experts that decode steps read over the link", "expert_bytes_read"),
     ("expert_bytes_promoted", "Bytes of experts copied into slots", "expert_bytes_promoted"),
     ("expert_bytes_staged", "Bytes of experts copied for prompts", "expert_bytes_staged"),
+    ("expert_bytes_from_file", "Bytes of experts that answers needed and that were read from a file",
+     "expert_bytes_from_file"),
     ("spec_decode_num_drafts", "Steps of answers in which drafts were checked", "checks"),
     ("spec_decode_num_draft_tokens", "Drafts that were checked", "drafts"),
     ("spec_decode_num_accepted_tokens", "Those of them that were right", "drafts_right"),

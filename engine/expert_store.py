@@ -20,9 +20,12 @@ default stream; then the new one is copied into its slot; and when the copy is d
 Prompts meet most experts in every layer. Their experts without slots are copied ahead of the products, through a small
 area of two halves: while products read one half, the link fills the other (`StoredMatrix.in_turns`).
 
-If the machine's memory is too small for all experts, they lie in a file, mapped into memory: the processor's kernels
-and the copies read it through the system's page cache, and what is not there comes from the disk. The file has no name,
-so nobody can cut it while it is read, and it ends with the process.
+If the machine's memory is too small for all experts, they lie in a file, and those that were needed last in a window of
+host memory (engine/expert_file.py). The host's processor computes with what is there, and first reads what is not.
+
+Copies to the card that shall wait for nothing begin in page-locked memory. If the experts do not lie in such memory,
+they go through a little of it: those of prompts through a second area of two halves, a promoted one from the window, or
+through a slot of its own.
 
 Host memory is filled by the loader that fills cards: for it, `HostCard` is a card whose memory is host memory and whose
 kernels are run by this machine's processor.
@@ -31,18 +34,16 @@ kernels are run by this machine's processor.
 import contextlib
 import itertools
 import math
-import mmap
-import os
-import tempfile
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 
 from engine import plan
+from engine.expert_file import ExpertFile, InFile, Record, Window
 from engine.residency import NOWHERE, Move, Residency
 from engine.weights import Loader, alloc_matrix, places_of_slots
 from kernels.card import ALIGNMENT, Array, Card, CardError, Event, PlannedCard, show_bytes
@@ -59,65 +60,55 @@ MEASURED_LAYERS = 8             # whose experts the host computes with to measur
 MOST_MOVING = 8                 # experts on their way into slots at once
 MOVING_SECONDS = 5e-3           # and no more than the link brings in this time: other copies wait behind them
 REPORTS = 4                     # steps whose choices may be on their way to the host
-LEAST_FILE = 1 << 16            # bytes of an array that goes into a file, where the machine's memory is too small
 SLOWEST_DISK = 100e6            # bytes per second, for which steps are patient
 SLOWER = 4                      # times than measured may the host compute, before a step gives up
 OUT_OF_REACH = 0, 0             # what places say of an expert that kernels shall not read
 
 
-class DiskError(CardError):
-    """The disk has no room for experts."""
-
-
 class HostCard(EmulatedCard):
     """This machine's processor, with arrays in page-locked memory that `card` can read.
 
-    in_file: the large arrays lie in a file instead. refusal: a sentence if memory cannot be page-locked; arrays are
-    then in memory that `card` cannot read.
+    refusal: a sentence if memory cannot be page-locked, or shall not be; arrays are then in memory that `card` cannot
+    read.
     """
 
-    def __init__(self, card: Card, in_file: bool = False):
+    def __init__(self, card: Card, refusal: str | None = None):
         super().__init__(memory_bytes=1 << 62, cache_dir=card.cache_dir)    # plans compare with the host's memory
-        self.name, self._reader, self.in_file, self.refusal = "host memory", card, in_file, None
-        if in_file:
-            self.refusal = f"more than this machine's memory holds: a file in {self.cache_dir}, read where needed"
+        self.name, self._reader, self.refusal = "host memory", card, refusal
 
     def _take(self, nbytes):
-        try:
-            if self.in_file and nbytes >= LEAST_FILE:
-                backing = np.frombuffer(mapped_file(self.cache_dir, nbytes + ALIGNMENT), np.uint8)
-                return backing.ctypes.data + -backing.ctypes.data % ALIGNMENT, backing
-            if self.refusal:
-                raise MemoryError
-            backing = self._reader.pinned(nbytes + ALIGNMENT, np.uint8)
-        except DiskError:
-            raise
-        except (CardError, MemoryError) as error:
-            self.refusal = self.refusal or (
-                f"{show_bytes(nbytes)} more of host memory cannot be page-locked for experts ({error}): allow more "
+        if self.refusal:
+            backing = aligned(np.empty, nbytes)
+        else:
+            backing, why = page_locked(self._reader, nbytes)
+            self.refusal = why and (
+                f"{show_bytes(nbytes)} more of host memory cannot be page-locked for experts ({why}): allow more "
                 "locked memory (`ulimit -l`, a container's limit), or let more of them lie on the card "
                 "(--expert-memory)")
-            backing = np.empty(nbytes + ALIGNMENT, np.uint8)
-        return backing.ctypes.data + -backing.ctypes.data % ALIGNMENT, backing
+        return backing.ctypes.data, backing
 
     def _give(self, memory):
         memory.backing = None
 
 
-def mapped_file(folder: Path, n_bytes: int) -> mmap.mmap:
-    """Memory in a new file without a name. Raises CardError if the disk has no room for it."""
+def aligned(make, n_bytes: int) -> np.ndarray:
+    """uint8 [n_bytes] from a multiple of ALIGNMENT on, in a larger array of make(shape, dtype)."""
+    memory = make(n_bytes + ALIGNMENT, np.uint8)
+    start = -memory.ctypes.data % ALIGNMENT
+    return memory[start:start + n_bytes]
+
+
+def page_locked(card: Card, n_bytes: int) -> tuple[np.ndarray, str]:
+    """Host memory that the card reads by itself, uint8, and "". If there is none, other memory, and why."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder) as file:
-            os.posix_fallocate(file.fileno(), 0, n_bytes)
-            return mmap.mmap(file.fileno(), n_bytes)
-    except OSError as error:
-        raise DiskError(f"experts: no file of {show_bytes(n_bytes)} in {folder}: {error.strerror}") from None
+        return aligned(card.pinned, n_bytes), ""
+    except (CardError, MemoryError) as error:
+        return aligned(np.empty, n_bytes), str(error) or "there is too little"
 
 
 def on_host(array: Array) -> np.ndarray:
     """The bytes of an Array of a HostCard, for copies."""
-    start = array.ptr - array.memory.backing.ctypes.data
+    start = array.ptr - array.memory.ptr
     return array.memory.backing[start:start + array.nbytes].view(array.dtype).reshape(array.shape)
 
 
@@ -145,6 +136,11 @@ def close(stages: list):
     for stage in stages:
         if stage.store:
             stage.store.close()
+
+
+def fewest_in_window(n_experts: int, n_used: int, most_rows: int) -> int:
+    """Experts that the window must hold at once: those of one layer that a step may need."""
+    return min(n_experts, most_rows * n_used)
 
 
 def longest_wait(n_pairs: int, n_experts: int, expert_bytes: int, speed: float, in_file: bool) -> float:
@@ -184,8 +180,9 @@ def loading(weights, loader: Loader, config, layers: range, memory: int | None, 
     if memory is None or each * config.n_experts <= memory:
         yield None
         return
-    in_file = plan.exceeds_machine(slot_bytes(loader, range(config.n_layers + config.n_nextn)) * config.n_experts)
-    store = ExpertStore(loader.card, memory // each, config.n_used_experts, most_rows, in_file=in_file)
+    of_model = slot_bytes(loader, range(config.n_layers + config.n_nextn))
+    window = plan.window_bytes(each / of_model) if plan.exceeds_machine(of_model * config.n_experts) else None
+    store = ExpertStore(loader.card, memory // each, config.n_used_experts, most_rows, window_bytes=window)
     with store.loading(weights, loader):
         yield store
 
@@ -206,12 +203,15 @@ class Counts(NamedTuple):
 
 
 class _Half:
-    """A half of the area through which prompts get experts."""
+    """A half of the area through which prompts get experts. host: the same in host memory, if experts must be gathered
+    there before they are copied."""
 
     def __init__(self, card: Card, n_bytes: int, n_experts: int):
         self.memory = card.alloc(n_bytes, np.uint8, "experts of prompts")
         self.places = card.zeros((n_experts, 2), np.uint64, "places of experts of prompts")
         self.was_read: Event | None = None      # after this event, both may be written again
+        self.host: np.ndarray | None = None
+        self.was_copied: Event | None = None    # after this event, `host` may be
 
 
 @dataclass
@@ -222,8 +222,46 @@ class StoredMatrix:
     layer: int
     is_down: bool
     on_card: Experts            # its home has the slots of the layer
-    host: Experts               # its home has all experts
+    host: Experts               # its home has all experts; if they lie in a file, only on paper
+    slot_start: int             # where its record begins behind those of the expert's other matrices
     host_arrays: list[np.ndarray] = field(default_factory=list)     # codes and scales of that home
+    in_file: InFile | None = None
+
+    @cached_property
+    def record(self) -> Record:
+        """How the arrays of an expert lie one behind the other, where they are brought together."""
+        return Record.of(*(array.nbytes for array in arrays_of(self.host.slot(0))))
+
+    def take(self):
+        """Takes over what the loader has put into host memory: the first experts go into the slots."""
+        self.store.host.synchronize()
+        self.host_arrays, slots = [on_host(array) for array in arrays_of(self.host.home)], self.on_card.home.n
+        if slots:
+            self.fill(0, [array[:slots] for array in self.host_arrays])
+        if self.store.file:
+            self._write()
+
+    def _write(self):
+        """Puts all experts into the file, and lets go of their memory."""
+        n_experts, record = len(self.on_card.places), np.zeros(self.record.nbytes, np.uint8)
+        start = self.store.file.nbytes
+        for expert in range(n_experts):
+            self.gather(expert, record)
+            self.store.file.append(record)
+        self.in_file = InFile(start, self.record, self.slot_start, np.zeros((n_experts + 1, 2), np.uint64))
+        home = self.host.home
+        self.host = Experts(alloc_matrix(PlannedCard(self.store.host), home.format, home.n, home.k, ""), self.host.n,
+                            None)
+        self.host_arrays = []
+
+    def gather(self, expert: int, record: np.ndarray):
+        """Copies the arrays of an expert, which lie in host memory, one behind the other."""
+        for part, array in zip(self.record.parts(record), self.arrays_of(expert)):
+            part[:] = array.reshape(-1).view(np.uint8)
+
+    def arrays_of(self, expert: int) -> list[np.ndarray]:
+        """The arrays of an expert in host memory."""
+        return [array[expert * self.host.n:(expert + 1) * self.host.n] for array in self.host_arrays]
 
     def addresses(self) -> np.ndarray:
         """What `places` says: uint64 [n_experts, 2]."""
@@ -242,12 +280,11 @@ class StoredMatrix:
             place = self.host.addresses(expert)
         self.store.card.copy_in(self.on_card.places[expert], np.array(place, np.uint64))
 
-    def fill(self, first: int, n: int, experts: slice, stream=None):
-        """Queues a copy of n experts, which follow each other in the slice, into the slots from `first` on."""
-        rows = self.on_card.n
-        for array, host in zip(arrays_of(self.on_card.home), self.host_arrays):
-            self.store.card.copy_in(array[first * rows:(first + n) * rows],
-                                    host[experts.start * rows:experts.stop * rows], stream)
+    def fill(self, slot: int, arrays: list[np.ndarray], stream=None):
+        """Queues copies of codes and scales, of one expert or of several, into the slots from this one on."""
+        for array, host in zip(arrays_of(self.on_card.home), arrays):
+            to = array[slot * self.on_card.n:].reshape(-1).view(np.uint8)
+            self.store.card.copy_in(to[:host.nbytes], host.reshape(-1).view(np.uint8), stream)
 
     def in_turns(self, n_pairs: int) -> Iterator[Experts]:
         """For the products of a prompt with n_pairs pairs. Yields Experts in turn, each with other experts within
@@ -259,15 +296,15 @@ class StoredMatrix:
         if few or not missing.size or store.card.defers:
             yield self.on_card
             return
-        size = expert_bytes(self.on_card)
-        each = store.staged_bytes // size
+        each, size = store.staged_bytes // self.record.nbytes, expert_bytes(self.on_card)
         for start in range(0, missing.size, each):
             half, experts = next(store.halves), missing[start:start + each]
             places = self.addresses() if start == 0 else np.zeros((n_experts, 2), np.uint64)
             places[missing] = OUT_OF_REACH
             if half.was_read:
                 store.stagings.wait(half.was_read)
-            places[experts] = self._stage(half, experts)
+            places[experts] = self._stage_gathered(half, experts) if half.host is not None else \
+                self._stage(half, experts)
             store.card.copy_in(half.places, places, store.stagings)
             reader = store.card.target(None)
             reader.wait(store.stagings.record())
@@ -290,6 +327,33 @@ class StoredMatrix:
             at += size * experts.size + -size * experts.size % ALIGNMENT
         return places
 
+    def _stage_gathered(self, half: _Half, experts: np.ndarray) -> np.ndarray:
+        """The same of experts that must be brought together in host memory first."""
+        size, card, stagings = self.record.nbytes, self.store.card, self.store.stagings
+        host, to = half.host[:size * experts.size], half.memory[:size * experts.size]
+        if half.was_copied:
+            half.was_copied.synchronize()
+        if self.in_file:
+            self.store.file.read([(self.in_file.start + int(expert) * size, record)
+                                  for expert, record in zip(experts, host.reshape(-1, size))])
+        else:
+            for expert, record in zip(experts, host.reshape(-1, size)):
+                self.gather(expert, record)
+        card.copy_in(to, host, stagings)
+        half.was_copied = stagings.record()
+        places = np.zeros((experts.size, 2), np.uint64)
+        for column, start in enumerate(self.record.starts):
+            places[:, column] = to.ptr + start + np.arange(experts.size, dtype=np.uint64) * np.uint64(size)
+        return places
+
+    def in_window(self) -> Experts:
+        """The experts as the host's processor finds them in the window. The home is the first slot."""
+        store, like = self.store, self.host.slot(0)
+        slot = store.host.attach(store.window.memory[0], "window of experts")
+        arrays = [slot[self.slot_start + start:][:array.nbytes].view(array.dtype).reshape(array.shape)
+                  for start, array in zip(self.record.starts, arrays_of(like))]
+        return Experts(Matrix(like.format, like.n, like.k, *arrays), like.n, store.host.attach(self.in_file.places))
+
 
 class StoredLayer:
     """A layer whose experts are in an ExpertStore."""
@@ -301,6 +365,11 @@ class StoredLayer:
     def expert_bytes(self) -> int:
         """Bytes of all matrices of an expert."""
         return sum(expert_bytes(each.host) for each in self.matrices)
+
+    @property
+    def record_bytes(self) -> int:
+        """Of all records of an expert."""
+        return sum(each.record.nbytes for each in self.matrices)
 
     def chosen(self, n_rows: int) -> Array:
         """Where a decode step of n_rows rows writes the experts that this layer's router chooses: int32 [n_rows,
@@ -315,8 +384,9 @@ class StoredLayer:
 
     def on_host(self) -> HostLayer:
         """The experts as the host's processor computes with them."""
-        gate_up, down = ([experts_of(self.store.host, each.host.home, each.host.n) for each in self.matrices
-                          if each.is_down == is_down] for is_down in (False, True))
+        gate_up, down = ([
+            each.in_window() if each.in_file else experts_of(self.store.host, each.host.home, each.host.n)
+            for each in self.matrices if each.is_down == is_down] for is_down in (False, True))
         return HostLayer(tuple(gate_up), *down)
 
     def hand_over(self, u: Quantized, choice: Choice, n_rows: int):
@@ -342,26 +412,35 @@ class ExpertStore:
     n_slots: experts of each layer that lie on the card. n_used: experts of a row. most_rows: of a decode step.
     reads_host: whether decode steps read experts without a slot over the link. Otherwise places say that these are out
     of reach. By default the faster way is taken, and if the link is slower, `helper` computes their products.
-    in_file: see HostCard.
+    window_bytes: of host memory for experts, which all lie in a file. None: all lie in host memory.
 
-    Attributes: miss, what either way takes, once that was measured, else None.
+    Attributes: miss, what either way takes, once that was measured, else None. file, window: if there is a file.
     """
 
     def __init__(self, card: Card, n_slots: int, n_used: int, most_rows: int, reads_host: bool | None = None,
-                 in_file: bool = False):
+                 window_bytes: int | None = None):
         self.card, self.n_slots, self.n_used, self.most_rows = card, n_slots, n_used, most_rows
-        self.reads_host, self.miss, self.helper, self.in_file = reads_host, None, None, in_file
-        self.host = HostCard(card, in_file)
+        self.reads_host, self.miss, self.helper, self.window_bytes = reads_host, None, None, window_bytes
+        self.file = self.window = None
+        self.host = HostCard(card, f"more than this machine's memory holds: a file in {card.cache_dir}"
+                             if self.in_file else None)
         if isinstance(card, PlannedCard):
             self.host = PlannedCard(self.host)
+        elif self.in_file:
+            self.file = ExpertFile(card.cache_dir)
         self.layers: dict[str, StoredLayer] = {}        # "blk.0." -> the layer whose tensors' names begin so
         self.promotions, self.stagings = card.stream("experts into slots"), card.stream("experts of prompts")
-        self.reports, self.moving = deque(), deque()    # (Event, rows, array), (Event, Move): what is under way
+        self.reports, self.moving = deque(), deque()    # (Event, rows, array), (Event, Move, slot): under way
         self.counts = Counts()
 
     @property
+    def in_file(self) -> bool:
+        """Whether the experts lie in a file."""
+        return self.window_bytes is not None
+
+    @property
     def host_bytes(self) -> int:
-        """Of host memory that the experts take."""
+        """Of host memory, or of the file, that the experts take."""
         return sum(array.nbytes for each in self._matrices() for array in arrays_of(each.host.home))
 
     # ---- loading ----
@@ -386,17 +465,23 @@ class ExpertStore:
         experts = Experts(home, host.n, self.card.alloc(host.places.shape, np.uint64, f"{title} places"))
         block = names[0].rsplit(".", 2)[0] + "."
         layer = self.layers.setdefault(block, StoredLayer(self, len(self.layers)))
-        layer.matrices.append(StoredMatrix(self, layer.number, "_down_" in names[0], experts, host))
+        matrix = StoredMatrix(self, layer.number, "_down_" in names[0], experts, host, layer.record_bytes)
+        layer.matrices.append(matrix)
+        if not isinstance(self.card, PlannedCard):
+            matrix.take()
         return experts
 
     def _begin(self):
         """Takes the rest of the memory, and fills slots and places."""
         card, n_experts = self.card, max(len(each.on_card.places) for each in self._matrices())
         self.resident = Residency(len(self.layers), n_experts, self.n_slots)
-        largest = max(expert_bytes(each.host) for each in self._matrices())
+        largest = max(each.record.nbytes for each in self._matrices())
+        self.slot_bytes = max(layer.record_bytes for layer in self.layers.values())
+        self.fewest = fewest_in_window(n_experts, self.n_used, self.most_rows)
         self.staged_bytes = min(max(STAGED_BYTES // largest, 1), n_experts) * largest
         room = self.staged_bytes + 2 * ALIGNMENT
-        self.halves = itertools.cycle([_Half(card, room, n_experts) for _ in range(2)])
+        halves = [_Half(card, room, n_experts) for _ in range(2)]
+        self.halves = itertools.cycle(halves)
         n_chosen = len(self.layers) * self.most_rows * self.n_used
         self.chosen = card.zeros(n_chosen, np.int32, "chosen experts of decode steps")
         self._arrays = itertools.cycle([card.pinned(n_chosen, np.int32) for _ in range(REPORTS)])
@@ -404,6 +489,14 @@ class ExpertStore:
             return
         self.sizes = np.array([layer.expert_bytes for layer in self.layers.values()])
         self.most_moving = int(min(max(speed_of(card).link * MOVING_SECONDS / self.sizes.max(), 1), MOST_MOVING))
+        if self.host.refusal:
+            for half in halves:
+                half.host, _ = page_locked(card, self.staged_bytes)
+            if self.in_file:
+                self._open_window()
+            else:
+                moving, _ = page_locked(card, self.most_moving * self.slot_bytes)
+                self._moving = itertools.cycle(moving.reshape(self.most_moving, self.slot_bytes))
         if self.reads_host is None:
             self._choose_way()
         if self.reads_host:
@@ -412,10 +505,27 @@ class ExpertStore:
             self._reached = [card.attach(array.memory.backing, array.name)
                              for each in self._matrices() for array in arrays_of(each.host.home)]
         for each in self._matrices():
-            each.host_arrays = [on_host(array) for array in arrays_of(each.host.home)]
-            each.fill(0, self.resident.n_slots, slice(0, self.resident.n_slots))
             card.copy_in(each.on_card.places, each.addresses())
         card.synchronize()
+
+    def _open_window(self):
+        """Takes host memory for the experts that were needed last."""
+        n_slots = min(self.window_bytes // self.slot_bytes, self.resident.slot_of.size)
+        if n_slots < self.fewest:
+            raise CardError(self.too_small())
+        memory, why = page_locked(self.card, n_slots * self.slot_bytes)
+        self.host.refusal += (f", {n_slots} of {self.resident.slot_of.size} in a window of {show_bytes(memory.nbytes)} "
+                              "of host memory" + f", which is not page-locked: {why}" * bool(why))
+        layers = [[each.in_file for each in layer.matrices] for layer in self.layers.values()]
+        self.window = Window(self.file, memory.reshape(n_slots, self.slot_bytes), layers, self.resident, self.fewest)
+
+    def too_small(self) -> str:
+        """What is wrong if the window has too few slots for a step; "" if it has enough."""
+        if not self.in_file or self.window_bytes >= self.fewest * self.slot_bytes:
+            return ""
+        return (f"experts lie in a file, and a step of {self.most_rows} rows needs {self.fewest} of a layer in "
+                f"{show_bytes(self.fewest * self.slot_bytes)} of host memory, of which {show_bytes(self.window_bytes)} "
+                "are there for it: take fewer --slots, --draft off, or a smaller weight format")
 
     def _choose_way(self):
         """Whether experts without a slot are read over the link, or computed by the host's processor."""
@@ -425,13 +535,14 @@ class ExpertStore:
             return
         layers = {layer.number: layer.on_host() for layer in self.layers.values()}
         down = next(iter(layers.values())).down
-        speed = measure_host(self.host, list(layers.values())[:MEASURED_LAYERS], self.n_used)
+        bring = self.window and self.window.bring
+        speed = measure_host(self.host, list(layers.values())[:MEASURED_LAYERS], self.n_used, bring)
         self.miss = cost_of_a_miss(int(self.sizes.max()), down.n, link, speed)
         if self.miss.is_computed or self.host.refusal:
             self.reads_host = False
             largest = self.most_rows * self.n_used, len(self.resident.slot_of[0]), int(self.sizes.max())
             self.helper = HostExperts(self.card, self.host, layers, self.n_used, self.most_rows,
-                                      deadline=longest_wait(*largest, speed, self.in_file))
+                                      deadline=longest_wait(*largest, speed, self.in_file), bring=bring)
 
     def check(self):
         """Raises CardError if the host has not computed the experts of a step that has ended."""
@@ -439,9 +550,11 @@ class ExpertStore:
             self.helper.check()
 
     def close(self):
-        """Ends what the host computes."""
+        """Ends what the host computes, and reads."""
         if self.helper:
             self.helper.close()
+        if self.file:
+            self.file.close()
 
     def __str__(self):
         """Where experts lie, for people, in a line."""
@@ -457,11 +570,10 @@ class ExpertStore:
 
     def before_step(self):
         """Called before each decode step is queued: takes in what has arrived, and queues changes of slots and places.
-        Waits for nothing if host memory is page-locked; else the copy of a promoted expert waits for what is queued.
-        Raises CardError if a step went without its experts."""
+        Waits for nothing if there is page-locked memory. Raises CardError if a step went without its experts."""
         self.check()
         while self.moving and self.moving[0][0].done:
-            self._settle(self.moving.popleft()[1])
+            self._settle(*self.moving.popleft()[1:])
         while self.reports and self.reports[0][0].done:
             self._read(*self.reports.popleft()[1:])
 
@@ -480,34 +592,59 @@ class ExpertStore:
         self.count(hits=chosen.size - n_missed, misses=n_missed,
                    bytes_read=int(self.sizes[missing[:, 0]].sum()) * self.reads_host)
         room = self.most_moving - len(self.moving)
-        moves = (self.resident.make_way(layer, expert) for layer, expert in missing)
+        moves = (self._make_way(layer, expert) for layer, expert in missing)
         self._promote(list(itertools.islice(filter(None, moves), room)))
 
-    def _promote(self, moves: list[Move]):
+    def _make_way(self, layer: int, expert: int) -> tuple[Move, int | None] | None:
+        """A Move and, if experts lie in a file, the slot of the window in which the expert stays until it has moved.
+        None if it is not there, or if no slot of the card is for it."""
+        held = self.window.hold(layer, expert) if self.window else None
+        if self.window and held is None:
+            return None
+        if move := self.resident.make_way(layer, expert):
+            return move, held
+        if self.window:
+            self.window.release(held)
+
+    def _promote(self, moves: list[tuple[Move, int | None]]):
         """Queues copies of experts into their slots, behind all that reads the experts that leave."""
         if not moves:
             return
         layers = list(self.layers.values())
-        for move in moves:
+        for move, _ in moves:
             for matrix in layers[move.layer].matrices:
                 matrix.place(move.leaving)
         self.promotions.wait(self.card.default_stream.record())
-        for move in moves:
+        for move, held in moves:
+            memory = self.window.memory[held] if self.window else next(self._moving) if self.host.refusal else None
             for matrix in layers[move.layer].matrices:
-                matrix.fill(move.slot, 1, slice(move.expert, move.expert + 1), self.promotions)
-            self.moving.append((self.promotions.record(), move))
+                matrix.fill(move.slot, self._moved(matrix, move.expert, memory), self.promotions)
+            self.moving.append((self.promotions.record(), move, held))
             self.count(promoted=1, bytes_promoted=int(self.sizes[move.layer]))
 
-    def _settle(self, move: Move):
+    def _moved(self, matrix: StoredMatrix, expert: int, memory: np.ndarray | None) -> list[np.ndarray]:
+        """The arrays of an expert for a copy that waits for nothing. memory: a slot of page-locked memory, if the
+        expert's home is not."""
+        if memory is None:
+            return matrix.arrays_of(expert)
+        record = memory[matrix.slot_start:]
+        if not self.window:
+            matrix.gather(expert, record)
+        return matrix.record.parts(record)
+
+    def _settle(self, move: Move, held: int | None):
         """From the next step on, an expert is read from its slot."""
         self.resident.settle(move)
         for matrix in list(self.layers.values())[move.layer].matrices:
             matrix.place(move.expert)
+        if self.window:
+            self.window.release(held)
 
     def computed(self) -> dict:
-        """What the host has computed: pairs, and seconds."""
+        """What the host has computed: pairs, and seconds; and bytes of experts that it has read from the file."""
         counts = self.helper.counts() if self.helper else None
-        return {"computed": counts.products if counts else 0, "host_seconds": counts.seconds if counts else 0.0}
+        return {"computed": counts.products if counts else 0, "host_seconds": counts.seconds if counts else 0.0,
+                "bytes_from_file": self.window.bytes_read if self.window else 0}
 
     def count(self, **more: int):
         self.counts = self.counts._replace(**{name: getattr(self.counts, name) + n for name, n in more.items()})

@@ -16,6 +16,7 @@ import functools
 import itertools
 import math
 import os
+import re
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -384,6 +385,7 @@ def choose_sizes(stages: list, demand: "Demand") -> CacheSizes:
 
 
 HOST_MEMORY_SHARE = 0.9         # of the machine's memory, for experts at most
+WINDOW_SHARE = 0.5              # of its free memory, for those experts of a file that were needed last
 
 
 def machine_bytes() -> int:
@@ -394,6 +396,20 @@ def machine_bytes() -> int:
 def exceeds_machine(n_bytes: int) -> bool:
     """Whether experts of so many bytes are too much for this machine's memory."""
     return n_bytes > HOST_MEMORY_SHARE * machine_bytes()
+
+
+def free_memory() -> int:
+    """Memory of this machine that nothing needs now. What files have in the page cache counts as free."""
+    try:
+        found = re.search(r"^MemAvailable: *(\d+) kB$", Path("/proc/meminfo").read_text(), re.MULTILINE)
+    except OSError:
+        found = None
+    return min(int(found[1]) << 10, machine_bytes()) if found else machine_bytes()
+
+
+def window_bytes(share: float) -> int:
+    """Host memory for the experts of a card, if all lie in a file. share: of the model's experts that the card has."""
+    return int(share * WINDOW_SHARE * free_memory())
 
 
 # ---- which layers go where -------------------------------------------------------------------------------------
@@ -851,8 +867,9 @@ class Planner:
             whole += self.costs.decode_seconds(number, layers.start, layers.stop, self.demand.n_ctx // 2)
             if store := stage.store:
                 moved += stage.costs.work.expert_bytes_read(1) / speed.link
-                where = f"a file of {show_bytes(store.host_bytes)} in {store.card.cache_dir}" if store.in_file else \
-                    f"{show_bytes(store.host_bytes)} of page-locked host memory"
+                where = (f"a file of {show_bytes(store.host_bytes)} in {store.card.cache_dir}, those needed last in "
+                         f"{show_bytes(store.window_bytes)} of page-locked host memory" if store.in_file else
+                         f"{show_bytes(store.host_bytes)} of page-locked host memory")
                 lines.append(f"{stage.card.name}: {store.n_slots} experts of each layer lie on the card, and all in "
                              + where)
         if lines:
@@ -867,6 +884,8 @@ class Planner:
         """Raises OutOfMemory, with the table and what would help, where the plan does not fit."""
         stored = [stage.store for stage in self.plan.on_paper if stage.store and stage.store.in_file]
         if self.plan.fits and stored:
+            for problem in filter(None, (store.too_small() for store in stored)):
+                raise OutOfMemory(f"{self.blueprint.name}: {problem}")
             needed, folder = sum(store.host_bytes for store in stored), self.cards[0].cache_dir
             free = free_of_disk(folder)
             if needed > free:

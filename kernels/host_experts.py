@@ -20,6 +20,9 @@ the link, and `await_results` returns at once. The bits are those of the card: t
     results  float32 [rows * n_used, k]         by pair; of the missing pairs only
     state    uint32 [3], on the card            numbers of the last request and of the last answer; whether one failed
 
+Experts need not be in host memory either: a Supply (kernels/emulated/serving.py) then brings those of a request before
+its program runs, and says by their places where they are.
+
 The host has a program for each layer and for 1, 2, 4, 8, ... products. A request with fewer of them has pairs of -1 at
 its end, whose expert, n_experts, lies nowhere. A program packs the rows of its products, so that what nobody wants
 takes next to no time, and puts the results where their pairs are.
@@ -45,7 +48,7 @@ from numba.types import int32, uint32, uint64
 from kernels.bench import Case, main
 from kernels.card import CardError, show_bytes
 from kernels.emulated.card import EmulatedCard
-from kernels.emulated.serving import FAILED, MAIL_WORDS, WORD, Service
+from kernels.emulated.serving import FAILED, MAIL_WORDS, WORD, Service, Supply
 from kernels.expert_gemv import expert_down, expert_gemv, expert_swiglu
 from kernels.formats import FORMATS
 from kernels.intrinsics import (let_next_begin, load_words4, nanoseconds, poll, publish, store_words4,
@@ -202,9 +205,9 @@ class HostLayer(NamedTuple):
     @property
     def expert_bytes(self):
         """Bytes of one expert."""
-        n_experts = len(self.down.places) - 1
+        slots = self.down.home.n // self.down.n
         arrays = [array for w in (*self.gate_up, self.down) for array in (w.home.values, w.home.scales)]
-        return sum(array.nbytes for array in arrays) // n_experts
+        return sum(array.nbytes for array in arrays) // slots
 
 
 def experts_of(host, home, n):
@@ -257,13 +260,13 @@ class HostExperts:
 
     card: the card. host: the EmulatedCard with the experts, whose threads compute; it runs nothing else from now on.
     Its arrays may lie over other memory of this machine (`Card.attach`). layers: number of a layer -> HostLayer.
-    most_rows: of a step. deadline: seconds within which an answer must come. ValueError: too many rows, or experts of
-    floats.
+    most_rows: of a step. deadline: seconds within which an answer must come. bring(layer, experts): brings experts that
+    have no place, see Supply; None: all have one. ValueError: too many rows, or experts of floats.
 
     Attributes: results, float32 [pairs, k], an Array of the card; see the top of this file.
     """
 
-    def __init__(self, card, host, layers, n_used, most_rows, *, deadline=DEADLINE):
+    def __init__(self, card, host, layers, n_used, most_rows, *, deadline=DEADLINE, bring=None):
         if most_rows > MAX_ROWS:
             raise ValueError(f"a step with experts on the host has up to {MAX_ROWS} rows, not {most_rows}")
         if not all(w.is_quantized for layer in layers.values() for w in (*layer.gate_up, layer.down)):
@@ -277,8 +280,9 @@ class HostExperts:
         self._rows, rows_here = self._mapped_rows()
         self.results, results_here = card.mapped((most, self.k), np.float32, "results of the host")
         self._recordings = self._record(host.attach(self._host_wanted), rows_here, host.attach(results_here))
-        self._service = Service(self._mail, {key: recording.programs[0] for key, recording in self._recordings.items()},
-                                host.threads)
+        programs = {key: recording.programs[0] for key, recording in self._recordings.items()}
+        supply = bring and Supply(self._host_wanted[0], [layers[i].down.places.ptr for i in range(len(layers))], bring)
+        self._service = Service(self._mail, programs, host.threads, supply)
         self._end = weakref.finalize(self, Service.close, self._service)
         self._service.start()
 
@@ -400,10 +404,11 @@ def cost_of_a_miss(expert_bytes, k, link, speed):
     return Miss(expert_bytes, expert_bytes / link, expert_bytes / speed + exchanged / link)
 
 
-def measure_host(host, layers, n_used, *, rounds=3):
+def measure_host(host, layers, n_used, bring=None, *, rounds=3):
     """Bytes of experts per second with which the emulated card `host` computes for one row. layers: HostLayers, which
-    take turns: what is measured should not be in a cache, as it is not in a step."""
-    with HostExperts(host, host, dict(enumerate(layers)), n_used, 1) as experts:
+    take turns: what is measured should not be in a cache, as it is not in a step. bring: see HostExperts; the rounds
+    behind the first find the experts in memory."""
+    with HostExperts(host, host, dict(enumerate(layers)), n_used, 1, bring=bring) as experts:
         wanted, best = np.arange(n_used) % experts.n_experts, math.inf
         for _ in range(rounds):
             before = experts.counts().seconds

@@ -4,19 +4,21 @@ import errno
 import gc
 import itertools
 import logging
-import mmap
 import os
 import re
+import threading
+import time
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 import qengine
 from cli.main import main
-from engine import expert_store, plan
+from engine import expert_file, expert_store, plan
 from engine.plan import Demand, Planner
 from engine.request import EngineStopped, ModelError, RequestError
-from kernels.card import CardError, OutOfMemory, show_bytes
+from kernels.card import CardError, OutOfMemory, is_pinned, show_bytes
 from kernels.emulated.card import EmulatedCard
 from kernels.host_experts import DEADLINE
 from tests.clients import CHAT, HI, app_of, wait_until
@@ -42,6 +44,28 @@ def answers(engine):
 def same(found, expected):
     assert found[0] == expected[0]
     np.testing.assert_array_equal(found[1], expected[1])
+
+
+@pytest.fixture
+def small_machine(monkeypatch):
+    """A function: from now on, this machine has no memory for all experts, and so much for a window."""
+    def small(of_window):
+        monkeypatch.setattr(plan, "machine_bytes", lambda: 4 * MB)
+        monkeypatch.setattr(plan, "free_memory", lambda: int(of_window / plan.WINDOW_SHARE))
+    return small
+
+
+class RefusedHost(expert_store.HostCard):
+    """Of all experts together, none of which may lie in page-locked memory."""
+
+    def __init__(self, card, refusal):
+        super().__init__(card, "host memory cannot be page-locked")
+
+
+def files_without_names(folder):
+    """Descriptors of this process that are of such files."""
+    links = Path("/proc/self/fd").iterdir()
+    return [link for link in links if re.fullmatch(f"{folder}/.* \\(deleted\\)", os.path.realpath(link))]
 
 
 def closing(engine):
@@ -198,35 +222,111 @@ def test_a_slow_link_shows_in_the_plan():
     assert worst - whole == pytest.approx(1e3 * 0.2 * used / 0.01e9, abs=0.11)
 
 
-def test_host_memory_that_is_too_small(resident, monkeypatch):
-    """The experts lie in a file, the plan says so, and nothing of the file stays."""
-    monkeypatch.setattr(plan, "machine_bytes", lambda: 4 * MB)
-    card = EmulatedCard()
-    assert f"all in a file of 6.4 MB in {card.cache_dir}" in planner(card, expert_memory=2 * MB).report()
-    before = sorted(card.cache_dir.iterdir())
-    engine = load(card, expert_memory=2 * MB)
-    store = engine.pipeline.stages[0].store
-    assert "computed by the host's processor (more than this machine's memory holds: a file in" in str(store)
-    assert all(isinstance(each.host.home.values.memory.backing.base, memoryview | mmap.mmap)
-               for layer in store.layers.values() for each in layer.matrices)
-    assert sorted(card.cache_dir.iterdir()) == before
-    found, counts = closing(engine)
-    same(found, resident)
-    assert counts["expert_computed"] > 0 and counts["expert_promoted"] > 0
-
-
-def test_steps_are_patient_with_the_largest_request(monkeypatch):
+def test_steps_are_patient_with_the_largest_request(monkeypatch, small_machine):
     """Of all pairs of a step, computed more slowly than measured, with experts that a slow disk brings first."""
     size = 10_000_000
     assert expert_store.longest_wait(8, 256, size, 10e9, False) == DEADLINE
     assert expert_store.longest_wait(512, 256, size, 1e9, False) == 4 * 5.12
     assert expert_store.longest_wait(512, 256, size, 1e9, True) == 4 * 5.12 + 25.6
-    monkeypatch.setattr(plan, "machine_bytes", lambda: 4 * MB)
+    small_machine(2 * MB)
     monkeypatch.setattr(expert_store, "SLOWEST_DISK", 1e3)
     engine = load(EmulatedCard(), expert_memory=2 * MB)
     store = engine.pipeline.stages[0].store
     assert store.helper.deadline > 4 * store.sizes.max() / 1e3
     engine.close()
+
+
+@pytest.mark.parametrize("memory", [0, 2 * MB])
+@pytest.mark.parametrize("of_window", [2 * MB, 3 * MB, 8 * MB])
+def test_host_memory_that_is_too_small(resident, small_machine, memory, of_window):
+    """The experts lie in one file, those needed last in host memory. The plan says so; nothing of the file stays."""
+    small_machine(of_window)
+    card, words = EmulatedCard(), f"{show_bytes(of_window)} of page-locked host memory"
+    assert f"all in a file of 6.4 MB in {card.cache_dir}, those needed last in {words}" in planner(
+        card, expert_memory=memory).report()
+    before = sorted(card.cache_dir.iterdir())
+    engine = load(card, expert_memory=memory)
+    store = engine.pipeline.stages[0].store
+    n_slots = min(of_window // store.slot_bytes, 4 * 8)
+    assert ("computed by the host's processor (more than this machine's memory holds: a file in "
+            f"{card.cache_dir}, {n_slots} of 32 in a window of {show_bytes(n_slots * store.slot_bytes)}") in str(store)
+    assert len(files_without_names(card.cache_dir)) == 1 and sorted(card.cache_dir.iterdir()) == before
+    found, counts = closing(engine)
+    same(found, resident)
+    assert counts["expert_computed"] > 0 and (counts["expert_promoted"] > 0) == (memory > 0)
+    once = 32 * store.slot_bytes
+    assert counts["expert_bytes_from_file"] > once if n_slots < 20 else 0 < counts["expert_bytes_from_file"] <= once
+    del engine, store
+    wait_until(lambda: gc.collect() >= 0 and not files_without_names(card.cache_dir))
+
+
+@pytest.mark.parametrize("options", [{"late": True}, {"link_gbs": 0.5}], ids=str)
+def test_a_file_and_other_emulated_cards(resident, small_machine, options):
+    small_machine(2 * MB)
+    same(closing(load(EmulatedCard(**options), expert_memory=2 * MB))[0], resident)
+
+
+def test_a_file_for_each_of_several_cards(resident, small_machine):
+    """They share host memory as they share the layers."""
+    small_machine(8 * MB)
+    engine = load([EmulatedCard(number) for number in range(3)], split=(1, 2, 1), expert_memory=MB)
+    assert [stage.store.window_bytes // MB for stage in engine.pipeline.stages] == [2, 4, 2]
+    found, counts = closing(engine)
+    same(found, resident)
+    assert counts["expert_bytes_from_file"] > 0
+
+
+def test_a_file_and_drafts(card, small_machine):
+    path = str(oracle_path("gguf/moe_mtp-Q8_0.gguf"))
+    expected, _ = closing(load(card, path, draft=3))
+    small_machine(4 * MB)
+    found, counts = closing(load(card, path, draft=3, expert_memory=2 * MB))
+    same(found, expected)
+    assert counts["expert_bytes_from_file"] > 0
+
+
+def test_a_window_that_is_too_small(small_machine):
+    small_machine(MB)
+    with pytest.raises(OutOfMemory, match=r"tiny-moe: experts lie in a file, and a step of 16 rows needs 8 of a layer "
+                                          r"in 1.6 MB of host memory, of which 1.0 MB are there for it: take fewer"):
+        load(EmulatedCard(), expert_memory=0)
+
+
+def test_a_window_that_cannot_be_page_locked(resident, small_machine, monkeypatch):
+    small_machine(2 * MB)
+    card = EmulatedCard()
+    monkeypatch.setattr(card, "pinned", lambda shape, dtype: (
+        refuse(shape, dtype) if np.prod(shape) > 100_000 else EmulatedCard.pinned(card, shape, dtype)))
+    engine = load(card, expert_memory=2 * MB)
+    assert "of host memory, which is not page-locked: cuMemHostAlloc: out of memory" in str(
+        engine.pipeline.stages[0].store)
+    found, counts = closing(engine)
+    same(found, resident)
+    assert counts["expert_promoted"] > 0
+
+
+@pytest.mark.parametrize("experts_in", ["page-locked memory", "other memory", "file"])
+def test_promotions_wait_for_nothing(resident, small_machine, monkeypatch, experts_in):
+    """Their copies begin in page-locked memory: a real card copies from other memory only when its queue is done."""
+    card, begins = EmulatedCard(), []
+    copy_in = card.copy_in
+    if experts_in == "file":
+        small_machine(3 * MB)
+    if experts_in == "other memory":        # a little can be page-locked all the same
+        monkeypatch.setattr(expert_store, "HostCard", RefusedHost)
+    engine = load(card, expert_memory=2 * MB)
+    store = engine.pipeline.stages[0].store
+    assert bool(store.host.refusal) == (experts_in != "page-locked memory")
+
+    def watched(dst, host, stream=None):
+        if stream in (store.promotions, store.stagings) and host.nbytes > 4096:
+            begins.append((stream.name, is_pinned(host)))
+        copy_in(dst, host, stream)
+
+    card.copy_in = watched
+    same(closing(engine)[0], resident)
+    assert {name for name, _ in begins} == {"experts into slots", "experts of prompts"}
+    assert all(is_locked for _, is_locked in begins)
 
 
 def test_checkpoints_leave_host_memory_to_experts(monkeypatch):
@@ -354,13 +454,8 @@ def test_host_memory_that_cannot_be_page_locked(resident, monkeypatch):
 
 def test_floats_that_cannot_be_page_locked(tmp_path, monkeypatch):
     """The host's processor computes with quantised experts only. No memory stays taken."""
-    class Refused(expert_store.HostCard):
-        def __init__(self, card, in_file):
-            super().__init__(card, in_file)
-            self.refusal = "host memory cannot be page-locked"
-
     write_as_float32(oracle_path("gguf/moe_mtp-Q8_0.gguf"), tmp_path / "float.gguf")
-    monkeypatch.setattr(expert_store, "HostCard", Refused)
+    monkeypatch.setattr(expert_store, "HostCard", RefusedHost)
     card = EmulatedCard()
     free = card.free_bytes
     with pytest.raises(CardError, match="host memory cannot be page-locked"):
@@ -394,4 +489,76 @@ def test_a_copy_of_an_expert_that_fails():
         list(running)
     with pytest.raises((CardError, EngineStopped), match="the link is gone"):
         list(engine.submit(qengine.Request(PROMPT[:20], max_tokens=4)))
+    engine.close()
+
+
+# ---- faults of the disk ------------------------------------------------------------------------------------
+
+class Disk:
+    """Reads of the experts' file; `lose` makes the next ones fail."""
+
+    def __init__(self, monkeypatch):
+        self.fault, self.may_end = None, threading.Event()
+        preadv = os.preadv
+
+        def read(file, buffers, offset):
+            if self.fault == "fails":
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            if self.fault == "hangs":
+                self.may_end.wait(30)
+            return preadv(file, buffers, offset)
+
+        monkeypatch.setattr(os, "preadv", read)
+
+    def lose(self, engine, fault):
+        self.fault, file = fault, engine.pipeline.stages[0].store.file
+        if fault == "is cut":
+            os.ftruncate(file.file.fileno(), file.nbytes // 16)
+
+
+@pytest.fixture
+def disk(monkeypatch):
+    made = Disk(monkeypatch)
+    yield made
+    made.may_end.set()
+
+
+FAULTS = {"is cut": r"it has become shorter: \d+ of \d+ bytes are left", "fails": "Input/output error",
+          "hangs": "no answer within 0.3 s"}
+
+
+@pytest.mark.parametrize("when", ["a step", "a prompt"])
+@pytest.mark.parametrize("fault, why", FAULTS.items(), ids=list(FAULTS))
+def test_a_file_of_experts_that_is_lost(small_machine, disk, monkeypatch, fault, why, when):
+    """The request hears one sentence, the next one is refused with it, and nothing hangs."""
+    monkeypatch.setattr(expert_file, "PATIENCE", 0.3)
+    small_machine(2 * MB)
+    engine = load(EmulatedCard(), slots=1, expert_memory=0)
+    words = f"experts cannot be read from their file in .*: {why}"
+    if when == "a step":
+        running = engine.submit(qengine.Request(PROMPT[:20], max_tokens=400, ignore_eos=True))
+        next(iter(running))
+    disk.lose(engine, fault)
+    start = time.monotonic()
+    if when == "a prompt":
+        running = engine.submit(qengine.Request(PROMPT[:20], max_tokens=4))
+    with pytest.raises((CardError, EngineStopped), match=words):
+        list(running)
+    with pytest.raises((CardError, EngineStopped), match=words):
+        list(engine.submit(qengine.Request(PROMPT[:20], max_tokens=4)))
+    engine.close()
+    assert time.monotonic() - start < 10
+
+
+def test_a_lost_file_is_no_matter_as_long_as_experts_are_in_memory(resident, small_machine, disk):
+    """Decode steps go on; only a prompt, which meets all experts, needs the file."""
+    small_machine(8 * MB)
+    engine = load(EmulatedCard(), expert_memory=0, slots=1)
+    running = engine.submit(qengine.Request(PROMPT, max_tokens=300, ignore_eos=True))
+    first = [delta.token_id for delta in itertools.islice(iter(running), 100)]
+    before = engine.stats()["expert_bytes_from_file"]
+    disk.lose(engine, "fails")
+    first += [delta.token_id for delta in running]
+    assert first[:24] == resident[0][0] and len(first) == 300
+    assert before == engine.stats()["expert_bytes_from_file"] == 32 * engine.pipeline.stages[0].store.slot_bytes
     engine.close()

@@ -46,8 +46,8 @@ PATIENCE = 10
 # What `serve` of runtime.ll reads and writes (serving.py): the service, and its mail, where each side has lines of its
 # own.
 SERVICE = {"mail": 0, "table": 8, "n_layers": 16, "n_sizes": 20, "stop": 24, "served": 32, "products": 40, "busy": 48,
-           "program": 56}
-SERVICE_BYTES = 64
+           "program": 56, "bring": 64, "wanted": 72, "places": 80}
+SERVICE_BYTES = 128
 MAIL = {"request": 0, "layer": 4, "size": 8, "products": 12, "trouble": 16, "answer": 128}
 MAIL_BYTES = 256
 # Nanoseconds for which a service looks for its next request without a pause; the share of the time since the last

@@ -370,8 +370,9 @@ define internal i64 @now() {
 
 ; Answers requests that another processor, a card, raises in memory (serving.py says what the words of the mail mean): it
 ; runs the program of each request, until somebody stops it. It looks for the next request without a pause at first, then
-; with pauses of a share of the time since the last one. Returns 0 when stopped, 1 after a program that failed, and 2
-; after a request for which there is no program.
+; with pauses of a share of the time since the last one. Where the service has a function `bring`, it calls that first
+; if something that the request wants has no place. Returns 0 when stopped, 1 after a program that failed, 2 after a
+; request for which there is no program, and 3 where `bring` failed.
 define i32 @serve(ptr %pool, ptr %service, ptr %scratch) {
 entry:
   %mail.from = getelementptr i8, ptr %service, i64 $service.mail
@@ -442,6 +443,39 @@ look.up:
 go:
   store ptr %program, ptr %latest
   %begin = call i64 @now()
+  %bring.from = getelementptr i8, ptr %service, i64 $service.bring
+  %bring = load ptr, ptr %bring.from
+  %never = icmp eq ptr %bring, null
+  br i1 %never, label %compute, label %search
+search:                                             ; whether the first `products` numbers in `wanted` have a place
+  %list.from = getelementptr i8, ptr %service, i64 $service.wanted
+  %list = load ptr, ptr %list.from
+  %places.from = getelementptr i8, ptr %service, i64 $service.places
+  %places = load ptr, ptr %places.from
+  %layer64 = zext i32 %layer to i64
+  %lines.at = getelementptr ptr, ptr %places, i64 %layer64
+  %lines = load ptr, ptr %lines.at
+  br label %next
+next:
+  %i = phi i32 [0, %search], [%i.next, %see]
+  %all = icmp eq i32 %i, %wanted
+  br i1 %all, label %compute, label %see
+see:
+  %i.next = add i32 %i, 1
+  %i64 = zext i32 %i to i64
+  %number.at = getelementptr i32, ptr %list, i64 %i64
+  %number = load i32, ptr %number.at
+  %number64 = zext i32 %number to i64
+  %number.bytes = shl i64 %number64, 4
+  %codes.at = getelementptr i8, ptr %lines, i64 %number.bytes
+  %codes = load i64, ptr %codes.at
+  %absent = icmp eq i64 %codes, 0
+  br i1 %absent, label %fetch, label %next
+fetch:
+  %trouble = call i32 %bring(i32 %layer, i32 %wanted)
+  %fetched = icmp eq i32 %trouble, 0
+  br i1 %fetched, label %compute, label %lost
+compute:
   call void @run(ptr %pool, ptr %program, ptr %scratch, i32 %helpers)
   %end = call i64 @now()
   %failed.from = getelementptr i8, ptr %program, i64 $program.failed
@@ -469,4 +503,6 @@ broken:
   ret i32 1
 unknown:
   ret i32 2
+lost:
+  ret i32 3
 }
