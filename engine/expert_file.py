@@ -7,6 +7,8 @@
 
 A record is what the file has of an expert's matrix: codes, then scales, each from a multiple of ALIGNMENT on.
 
+The loader fills a matrix of all experts of a layer in memory before it is written: so much memory loading takes.
+
 Nothing is mapped, so a disk that fails or a file that was cut is an exception here (engine/reading.py): whoever needs
 the expert hears one sentence. The file has no name; it ends with the process.
 
@@ -19,19 +21,20 @@ import itertools
 import os
 import tempfile
 import threading
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_EXCEPTION, wait
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
-from engine.reading import read_into
+from engine.reading import Readers, read_into
 from engine.residency import LARGEST_GAIN, NOWHERE, Residency
 from kernels.card import ALIGNMENT, CardError, show_bytes
 
 READERS = 8                 # threads: an SSD is fast only with several reads under way
 SHARE = 1 << 20             # bytes that one of them reads at a time
-PATIENCE = 60.0             # seconds that a disk may take to bring what a request needs
+SLOWEST_DISK = 100e6        # bytes per second of a disk that is still waited for
+PATIENCE = 5.0              # and so many seconds more
 FRESH = 4                   # 1 / FRESH of the slots, those filled last, give way last
 
 
@@ -66,7 +69,7 @@ class ExpertFile:
             self.file = tempfile.TemporaryFile(dir=folder, buffering=0)
         except OSError as error:
             raise DiskError(f"experts: no file in {folder}: {error.strerror}") from None
-        self._threads = ThreadPoolExecutor(READERS, "experts from the disk")
+        self._threads = Readers(READERS, "experts from the disk")
 
     def append(self, data: np.ndarray) -> int:
         """Writes the bytes of an array behind all others. Returns where they begin."""
@@ -84,9 +87,10 @@ class ExpertFile:
     def read(self, wanted: list[tuple[int, np.ndarray]]):
         """Fills each array, uint8 and contiguous, with the bytes of the file from where its number says. Whoever gets
         a DiskError must not use the arrays again: threads may still write there."""
-        jobs = [self._threads.submit(read_into, self.file.fileno(), start + at, into[at:at + SHARE])
+        patience = PATIENCE + sum(into.size for _, into in wanted) / SLOWEST_DISK
+        jobs = [self._threads.call(read_into, self.file.fileno(), start + at, into[at:at + SHARE])
                 for start, into in wanted for at in range(0, into.size, SHARE)]
-        done, late = wait(jobs, PATIENCE, FIRST_EXCEPTION)
+        done, late = wait(jobs, patience, FIRST_EXCEPTION)
         try:
             for job in done:
                 job.result()
@@ -95,7 +99,7 @@ class ExpertFile:
         except OSError as error:
             why = error.strerror
         else:
-            why = late and f"no answer within {PATIENCE:g} s"
+            why = late and f"no answer within {patience:.1f} s"
         if why:
             for job in late:
                 job.cancel()
@@ -103,7 +107,7 @@ class ExpertFile:
 
     def close(self):
         """Ends the threads, once they have read what they are reading."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._threads.close()
 
 
 class InFile(NamedTuple):
@@ -120,7 +124,7 @@ class Window:
 
     memory: uint8 [slots, bytes of the largest expert]. layers: the matrices of each. resident: whose scores count, and
     which experts the card has. most: experts that one call of `bring` may ask for; memory has at least so many slots.
-    One thread calls `bring`, another one `hold` and `release`.
+    One thread calls `bring`, another one the rest.
     """
 
     def __init__(self, file: ExpertFile, memory: np.ndarray, layers: list[list[InFile]], resident: Residency,
@@ -129,7 +133,7 @@ class Window:
         self.slot_of = np.full(resident.slot_of.shape, NOWHERE, np.int32)
         self.owner = np.full((len(memory), 2), NOWHERE, np.int32)       # layer and expert
         self.filled = np.zeros(len(memory), np.int64)                   # how many experts had been read by then
-        self.held = np.zeros(len(memory), bool)
+        self.held = np.zeros(len(memory), np.int32)                     # how often
         self.n_read = self.bytes_read = 0
         self._lock = threading.Lock()
 
@@ -160,7 +164,7 @@ class Window:
         fresh = self.filled > self.n_read - len(self.memory) // FRESH
         worth[fresh] = LARGEST_GAIN ** 2 * self.filled[fresh]           # above every score
         worth[expert == NOWHERE] = -2.0
-        worth[staying], worth[self.held] = np.inf, np.inf
+        worth[staying], worth[self.held > 0] = np.inf, np.inf
         slots = np.argsort(worth)[:n]
         assert len(slots) == n and not np.isinf(worth[slots]).any(), "the window is smaller than what a step needs"
         for layer, expert in self.owner[slots][expert[slots] != NOWHERE]:
@@ -174,12 +178,20 @@ class Window:
         """The slot of an expert, which stays until `release`. None: it is not here, or too many are held already."""
         with self._lock:
             slot = int(self.slot_of[layer, expert])
-            if slot == NOWHERE or self.held.sum() >= len(self.memory) - self.most:
+            if slot == NOWHERE or np.count_nonzero(self.held) >= len(self.memory) - self.most:
                 return None
-            self.held[slot] = True
+            self.held[slot] += 1
             return slot
 
     def release(self, slot: int):
-        """The slot may get another expert."""
+        """As often as it was held: the slot may get another expert."""
         with self._lock:
-            self.held[slot] = False
+            self.held[slot] -= 1
+
+    def copy(self, layer: int, expert: int, start: int, into: np.ndarray) -> bool:
+        """Fills an array with the bytes of an expert's slot from `start` on. False: it is not here."""
+        slot = self.hold(layer, expert)
+        if slot is not None:
+            into[:] = self.memory[slot, start:start + into.size]
+            self.release(slot)
+        return slot is not None

@@ -43,7 +43,7 @@ from typing import NamedTuple
 import numpy as np
 
 from engine import plan
-from engine.expert_file import ExpertFile, InFile, Record, Window
+from engine.expert_file import SLOWEST_DISK, ExpertFile, InFile, Record, Window
 from engine.residency import NOWHERE, Move, Residency
 from engine.weights import Loader, alloc_matrix, places_of_slots
 from kernels.card import ALIGNMENT, Array, Card, CardError, Event, PlannedCard, show_bytes
@@ -60,7 +60,6 @@ MEASURED_LAYERS = 8             # whose experts the host computes with to measur
 MOST_MOVING = 8                 # experts on their way into slots at once
 MOVING_SECONDS = 5e-3           # and no more than the link brings in this time: other copies wait behind them
 REPORTS = 4                     # steps whose choices may be on their way to the host
-SLOWEST_DISK = 100e6            # bytes per second, for which steps are patient
 SLOWER = 4                      # times than measured may the host compute, before a step gives up
 OUT_OF_REACH = 0, 0             # what places say of an expert that kernels shall not read
 
@@ -334,8 +333,10 @@ class StoredMatrix:
         if half.was_copied:
             half.was_copied.synchronize()
         if self.in_file:
-            self.store.file.read([(self.in_file.start + int(expert) * size, record)
-                                  for expert, record in zip(experts, host.reshape(-1, size))])
+            copy, start = self.store.window.copy, self.in_file.start
+            self.store.file.read([(start + int(expert) * size, record)
+                                  for expert, record in zip(experts, host.reshape(-1, size))
+                                  if not copy(self.layer, expert, self.slot_start, record)])
         else:
             for expert, record in zip(experts, host.reshape(-1, size)):
                 self.gather(expert, record)
@@ -442,6 +443,11 @@ class ExpertStore:
     def host_bytes(self) -> int:
         """Of host memory, or of the file, that the experts take."""
         return sum(array.nbytes for each in self._matrices() for array in arrays_of(each.host.home))
+
+    @property
+    def locked_bytes(self) -> int:
+        """Of host memory that shall be page-locked for experts."""
+        return self.window_bytes if self.in_file else self.host_bytes
 
     # ---- loading ----
 

@@ -378,14 +378,14 @@ def choose_sizes(stages: list, demand: "Demand") -> CacheSizes:
         n_checkpoints = min(n_checkpoints, budget // max(stage.state_bytes, 1))
     host_memory = d.checkpoint_host_memory
     if host_memory is None:
-        locked = sum(stage.store.host_bytes for stage in stages if stage.store and not stage.store.in_file)
+        locked = sum(stage.store.locked_bytes for stage in stages if stage.store)
         host_memory = max(machine_bytes() - locked, 0) // 8
     n_host = host_memory // max(sum(stage.state_bytes for stage in stages), 1)
     return CacheSizes(d.slots, max_pages, n_pages, max(n_checkpoints, LEAST_CHECKPOINTS), min(n_host, n_pages))
 
 
 HOST_MEMORY_SHARE = 0.9         # of the machine's memory, for experts at most
-WINDOW_SHARE = 0.5              # of its free memory, for those experts of a file that were needed last
+WINDOW_SHARE = 2 / 3            # of its free memory, for those experts of a file that were needed last
 
 
 def machine_bytes() -> int:
@@ -715,6 +715,7 @@ def free_of_disk(folder: Path) -> int:
 
 EXPERT_SHARES = 64          # so finely is memory for experts chosen
 HIT_RATES = 0.8, 0.9, 0.95  # of experts on the card, of which a plan says what they cost
+DISK = 2e9                  # bytes per second that plans assume of an SSD
 MOST_CARDS = 16             # `Planner.changes` proposes up to so many cards
 
 
@@ -866,7 +867,7 @@ class Planner:
             speed, layers = self.costs.speeds[number], stage.layers
             whole += self.costs.decode_seconds(number, layers.start, layers.stop, self.demand.n_ctx // 2)
             if store := stage.store:
-                moved += stage.costs.work.expert_bytes_read(1) / speed.link
+                moved += stage.costs.work.expert_bytes_read(1) / (DISK if store.in_file else speed.link)
                 where = (f"a file of {show_bytes(store.host_bytes)} in {store.card.cache_dir}, those needed last in "
                          f"{show_bytes(store.window_bytes)} of page-locked host memory" if store.in_file else
                          f"{show_bytes(store.host_bytes)} of page-locked host memory")
@@ -875,9 +876,13 @@ class Planner:
         if lines:
             rates, times = (", ".join(found) for found in zip(*(
                 (f"{rate:.0%}", f"{1e3 * (whole + (1 - rate) * moved):.1f}") for rate in HIT_RATES)))
+            others = ("and the others come over the link (at the start, this machine's processor is measured, and "
+                      "computes them if that takes less time)")
+            if any(stage.store and stage.store.in_file for stage in self.plan.on_paper):
+                others = (f"or in host memory and the others come from a disk of {DISK / 1e9:g} GB/s (this machine's "
+                          "processor computes with what is not on the card; its time comes on top)")
             lines.append(f"expected time of a token: {1e3 * whole:.1f} ms with all experts on the card, {times} ms "
-                         f"where {rates} of its experts are there and the others come over the link (at the start, "
-                         "this machine's processor is measured, and computes them if that takes less time)")
+                         f"where {rates} of its experts are there {others}")
         return lines
 
     def check(self):

@@ -107,6 +107,23 @@ def test_a_slot_that_is_held_stays(file):
     for layer in (1, 2) * 3:
         window.bring(layer, np.array([4, 5, 6, 7]))
     assert filled.check()[0] == {1}
+    assert window.hold(0, 1) == held[1]                     # twice
+    window.release(held[1])
+    window.bring(1, np.array([8, 9, 10, 11]))
+    window.bring(2, np.array([8, 9, 10, 11]))
+    assert filled.check()[0] == {1}
+
+
+def test_copies_of_what_is_here(file):
+    filled = Filled(file, 6)
+    filled.window.bring(2, np.array([3, 5]))
+    for (layer, start), values in filled.bytes.items():
+        for expert in range(N_EXPERTS):
+            found = np.zeros(values.shape[1], np.uint8)
+            is_here = filled.window.copy(layer, expert, start, found)
+            assert is_here == (layer == 2 and expert in (3, 5)) == found.any()
+            np.testing.assert_array_equal(found, values[expert] if is_here else 0)
+    assert not filled.window.held.any()
 
 
 @pytest.mark.parametrize("code", [errno.EIO, errno.ESTALE])
@@ -151,6 +168,7 @@ def test_reads_of_many_pieces_and_short_reads(file, monkeypatch):
 def test_a_disk_that_does_not_answer(file, monkeypatch):
     gate = threading.Event()
     monkeypatch.setattr(expert_file, "PATIENCE", 0.1)
+    assert all(thread.daemon for thread in threading.enumerate() if thread.name == "experts from the disk")
     monkeypatch.setattr(os, "preadv", lambda *_: gate.wait(30) and 0)
     file.append(np.zeros(100, np.uint8))
     with pytest.raises(DiskError, match="no answer within 0.1 s"):

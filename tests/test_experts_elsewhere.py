@@ -4,6 +4,7 @@ import errno
 import gc
 import itertools
 import logging
+import math
 import os
 import re
 import threading
@@ -51,7 +52,7 @@ def small_machine(monkeypatch):
     """A function: from now on, this machine has no memory for all experts, and so much for a window."""
     def small(of_window):
         monkeypatch.setattr(plan, "machine_bytes", lambda: 4 * MB)
-        monkeypatch.setattr(plan, "free_memory", lambda: int(of_window / plan.WINDOW_SHARE))
+        monkeypatch.setattr(plan, "free_memory", lambda: math.ceil(of_window / plan.WINDOW_SHARE))
     return small
 
 
@@ -283,6 +284,29 @@ def test_a_file_and_drafts(card, small_machine):
     found, counts = closing(load(card, path, draft=3, expert_memory=2 * MB))
     same(found, expected)
     assert counts["expert_bytes_from_file"] > 0
+
+
+def test_a_plan_says_what_a_disk_costs(small_machine, monkeypatch):
+    small_machine(2 * MB)
+    monkeypatch.setattr(plan, "DISK", 1e7)
+    made = planner(EmulatedCard(), expert_memory=0)
+    found = re.search(r"of a token: (\S+) ms .* card, (\S+), (\S+), (\S+) ms where 80%, 90%, 95% of its experts are "
+                      r"there or in host memory and the others come from a disk of 0.01 GB/s", made.report())
+    whole, *others = map(float, found.groups())
+    used = made.plan.on_paper[0].costs.work.expert_bytes_read(1)
+    for share, seconds in zip((0.2, 0.1, 0.05), others):
+        assert seconds - whole == pytest.approx(1e3 * share * used / 1e7, abs=0.11)
+
+
+def test_a_window_takes_its_share_of_what_is_free(monkeypatch):
+    """And leaves some of it to checkpoints, which are page-locked, too."""
+    assert 0 < plan.free_memory() <= plan.machine_bytes()
+    assert plan.window_bytes(0.25) == pytest.approx(plan.free_memory() / 6, rel=0.05)
+    monkeypatch.setattr(plan, "machine_bytes", lambda: 6 * MB)
+    assert plan.free_memory() == 6 * MB
+    made = planner(EmulatedCard(), slots=4, kv_tokens=1 << 16, expert_memory=MB).plan
+    (window, state_bytes), = ((stage.store.window_bytes, stage.state_bytes) for stage in made.on_paper)
+    assert window == 4 * MB and made.sizes.n_host_checkpoints == (6 * MB - window) // 8 // state_bytes
 
 
 def test_a_window_that_is_too_small(small_machine):
@@ -532,6 +556,7 @@ FAULTS = {"is cut": r"it has become shorter: \d+ of \d+ bytes are left", "fails"
 def test_a_file_of_experts_that_is_lost(small_machine, disk, monkeypatch, fault, why, when):
     """The request hears one sentence, the next one is refused with it, and nothing hangs."""
     monkeypatch.setattr(expert_file, "PATIENCE", 0.3)
+    monkeypatch.setattr(expert_file, "SLOWEST_DISK", 1e12)
     small_machine(2 * MB)
     engine = load(EmulatedCard(), slots=1, expert_memory=0)
     words = f"experts cannot be read from their file in .*: {why}"
