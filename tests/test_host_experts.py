@@ -97,6 +97,57 @@ def test_the_numbers_of_requests_begin_again(card):
         assert experts._mail[host_experts.REQUEST] == 2
 
 
+class Elsewhere:
+    """A Trial whose experts on the host have no places until they are brought."""
+
+    def __init__(self, card):
+        self.trial, self.brought, self.fails = Trial(card, EmulatedCard(1), *SMALL, bring=self.bring), [set()], False
+        layer, = self.trial.experts.layers.values()
+        self.places = [w.places for w in (*layer.gate_up, layer.down)]
+        self.addresses = [self.trial.experts.host.download(places) for places in self.places]
+        self.keep([])
+
+    def keep(self, experts):
+        """Only these have places."""
+        host = self.trial.experts.host
+        for places, addresses in zip(self.places, self.addresses):
+            there = np.isin(np.arange(len(addresses)), experts)
+            host.copy_in(places, np.where(there[:, None], addresses, np.uint64(0)))
+        host.synchronize()
+
+    def bring(self, layer, experts):
+        if self.fails:
+            raise OSError("the disk is gone")
+        self.brought.append(set(experts.tolist()))
+        self.keep(experts)
+
+
+def test_experts_that_must_be_brought(card):
+    made, rng = Elsewhere(card), np.random.default_rng(3)
+    trial = made.trial
+    with trial.experts as experts:
+        n = 0
+        for share in (0.5, 1.0) * 10:
+            missing = trial.draw(rng, share)
+            wanted, here = set(trial.given[0].reshape(-1)[missing].tolist()), made.brought[-1]
+            got = trial.run()
+            n += not wanted <= here
+            assert len(made.brought) == 1 + n and (wanted <= here or made.brought[-1] == wanted)
+            np.testing.assert_array_equal(got, trial.right())
+            experts.check()
+        assert 5 < n < 20
+
+
+def test_experts_that_cannot_be_brought(card):
+    made = Elsewhere(card)
+    made.fails = True
+    with made.trial.experts as experts:
+        made.trial.draw(np.random.default_rng(1), 1.0)
+        assert np.isnan(made.trial.run()).all()
+        with pytest.raises(ExpertsMissing, match="did not compute the experts of layer 0: the disk is gone"):
+            experts.check()
+
+
 # ---- a host that is late, fails or ends --------------------------------------------------------------------
 
 @cuda.jit

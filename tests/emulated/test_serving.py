@@ -8,7 +8,7 @@ from numba import cuda, uint32
 
 from kernels.emulated import native, serving
 from kernels.emulated.card import EmulatedCard
-from kernels.emulated.serving import FAILED, MAIL_WORDS, WORD, Service
+from kernels.emulated.serving import FAILED, MAIL_WORDS, WORD, Service, Supply
 from tests.emulated.ptx_runner import module
 
 
@@ -70,6 +70,50 @@ def test_a_program_that_fails():
     service.start()
     assert ask(service, 0, 0, 1) == FAILED and service.failure == "k stopped at a trap"
     service.close()
+
+
+@pytest.fixture
+def supplied():
+    """(Service whose programs of two layers add 1 and 100 to a number; the number's array; wanted; the places of both
+    layers; what `bring` was asked for). `bring` says where everything is, except that nobody has number 5."""
+    card, asked = EmulatedCard(), []
+    x, places = card.zeros(32, np.uint32), np.zeros((2, 8, 2), np.uint64)
+    wanted, programs = np.zeros(4, np.int32), {}
+    for layer, step in enumerate((1, 100)):
+        with card.record() as recording:
+            card.launch(count_up, 1, 32, x, step)
+        programs[layer, 0] = recording.programs[0]
+
+    def bring(layer, numbers):
+        asked.append((layer, numbers.tolist(), card.download(x)[0]))
+        if 5 in numbers:
+            raise ValueError("there is no 5")
+        places[layer, numbers, 0] = 1
+
+    supply = Supply(wanted, [each.ctypes.data for each in places], bring)
+    made = Service(np.zeros(MAIL_WORDS, np.uint32), programs, 2, supply)
+    made.start()
+    yield made, (card, x), wanted, places, asked
+    made.close()
+
+
+def test_what_is_not_there_is_brought_before_the_program_runs(supplied):
+    service, (card, x), wanted, places, asked = supplied
+    requests = (0, [2, 3]), (0, [3, 2]), (1, [2]), (0, [7]), (1, [2]), (0, [1, 2, 3, 7])
+    for number, (layer, numbers) in enumerate(requests):
+        wanted[:] = 5                                   # what a request does not want may be missing
+        wanted[:len(numbers)] = numbers
+        assert ask(service, layer, 0, number + 1, products=len(numbers)) == number + 1
+    assert asked == [(0, [2, 3], 0), (1, [2], 2), (0, [7], 102), (0, [1, 2, 3, 7], 203)]
+    assert (card.download(x) == 204).all() and (places[0, [1, 2, 3, 7], 0] == 1).all()
+
+
+def test_what_cannot_be_brought_ends_the_service(supplied):
+    service, (card, x), wanted, _, _ = supplied
+    wanted[:2] = 4, 5
+    assert ask(service, 1, 0, 1) == 1
+    assert ask(service, 1, 0, 2, products=2) == 1 | FAILED
+    assert service.failure == "there is no 5" and (card.download(x) == 100).all()
 
 
 def test_an_end_without_a_request(service):
