@@ -97,7 +97,7 @@ class _Cursor:
             self.fail(f"{what} is an array of the unsupported value type {kind}")
         dtype = np.dtype("u1" if kind == GGUF_BOOL else GGUF_NUMBERS[kind])
         start = self.skip(count * dtype.itemsize, what)
-        array = np.frombuffer(self.data[start:self.at], dtype)
+        array = np.frombuffer(self.data[start:self.at], dtype).copy()   # what is mapped may be lost later
         if kind != GGUF_BOOL:
             return array
         if array.size and array.max() > 1:

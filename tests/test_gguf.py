@@ -522,3 +522,10 @@ def test_random_bytes_for_a_matrix(tmp_path, card, kind):
         got = card.download(matrix.values).view(np.uint8)[:, :used]
         np.testing.assert_array_equal(got, pack(format, planes, 3)[:, :used])
         np.testing.assert_array_equal(card.download(matrix.scales).view(np.uint16).reshape(-1), wd)
+
+
+def test_arrays_of_the_metadata_outlive_the_file():
+    """They are copies: to read a mapping whose file was cut ends the process."""
+    model = qengine.GGUF(oracle_path("gguf/moe_mtp-Q8_0.gguf"))
+    arrays = [value for value in model.metadata.values() if isinstance(value, np.ndarray)]
+    assert arrays and all(array.flags.owndata for array in arrays)
