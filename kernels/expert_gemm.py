@@ -20,9 +20,8 @@ here they learn from a tile where their rows of x, their weights and their rows 
 The number of tiles is known to the card alone. The grid has as many as there can be; blocks without a tile leave.
 
 A tile is 16, 32 or 64 rows high (`tile_rows`): a prompt of 297 tokens gives each of 256 experts 9 rows, one of 4,620
-tokens 144. In tiles of 32 and 64 rows a block has 4 warps of 8 or 16 rows, one below the other, and 128 columns. In
-tiles of 16 rows it has 2 x 2 warps of 8 rows and 256 columns. A warp whose rows are past the end of its tile carries
-weights to shared memory for the others and multiplies nothing.
+tokens 144. A block has 4 warps with a quarter of the rows each, one below the other, and 128 columns. A warp whose rows
+are past the end of its tile carries weights to shared memory for the others and multiplies nothing.
 
 Pipe: dp4a, as in kernels/q8_gemm.py. Counted for 32 experts and random pairs: rows that warps multiply for each row of
 a pair, and tiles per expert, each of which reads the weights of the expert.
@@ -32,13 +31,12 @@ a pair, and tiles per expert, each of which reads the weights of the expert.
     tiles of 32         1.41  1.0     1.19  1.0     1.12  1.6    1.02  5.1
     tiles of 64         1.73  1.0     1.42  1.0     1.21  1.0    1.06  2.8
 
-Up to about 12 rows per expert memory is the bound, since each expert is read once. There, tiles of 16 rows serve: their
-blocks have the weights of twice as many columns under way. `combine` is bound by memory: 4 (n_used + 3) bytes per value
-with the shared expert.
+Up to about 12 rows per expert, each expert is read once, and the bound is the L1 cache: loads of 16 bytes from many
+columns, and shared memory (benchmarks/results.md, section expert_gemm). `combine` is bound by memory: 4 (n_used + 3)
+bytes per value with the shared expert.
 """
 
 from functools import cache, partial
-from typing import NamedTuple
 
 import numpy as np
 from numba import cuda
@@ -58,24 +56,13 @@ from kernels.route import group_reference, most_tiles
 WIDTH = 4 * THREADS  # values of a row that a block of `combine` takes
 
 
-class Shape(NamedTuple):
-    """How a block of threads makes a tile."""
-
-    rows: int               # of a warp
-    down: int               # warps one below the other; the others are beside them
-
-    @property
-    def columns(self):
-        return TILE_N * WARPS // self.down
-
-
-SHAPES = {16: Shape(8, 2), 32: Shape(8, 4), 64: Shape(16, 4)}  # rows of a tile -> its block of threads
+HEIGHTS = 16, 32, 64  # rows of tiles, shared by the warps of a block
 
 
 def tile_rows(n_pairs, n_experts):
-    """Rows of the tiles for n_pairs pairs, a key of SHAPES: the lowest tiles that hold the rows of an expert with a
+    """Rows of the tiles for n_pairs pairs, one of HEIGHTS: the lowest tiles that hold the rows of an expert with a
     third more than the average."""
-    return next((rows for rows in SHAPES if 3 * rows * n_experts >= 4 * n_pairs), max(SHAPES))
+    return next((rows for rows in HEIGHTS if 3 * rows * n_experts >= 4 * n_pairs), max(HEIGHTS))
 
 
 # ---- NumPy -------------------------------------------------------------------------------------------------------
@@ -107,11 +94,11 @@ def source_row(order, position, n_used):
 
 
 @cache
-def grouped(format, shape):
-    """The kernel of a format for tiles of a Shape."""
-    rows, down = shape
-    row_of, (multiply_tile, store_tile) = carried_row(rows), tile_functions(format, rows, down, skips=True)
-    columns, across, (begin, *_) = shape.columns, WARPS // down, carriers(format)
+def grouped(format, height):
+    """The kernel of a format for tiles of `height` rows."""
+    rows = height // WARPS
+    row_of, (multiply_tile, store_tile) = carried_row(rows), tile_functions(format, rows, skips=True)
+    begin, *_ = carriers(format)
     blocks_per_sm = 3 if format.minima < 2 else 2  # for which an SM has registers
 
     @cuda.jit(device=True, forceinline=True)
@@ -122,7 +109,7 @@ def grouped(format, shape):
         _, first, end = read_tile(tiles)
         block = uint32(uint32(cuda.blockIdx.y * cuda.gridDim.x) + cuda.blockIdx.x)
         warp = uint32(cuda.threadIdx.y + uint32(uint32(block * uint32(0x9E3779B1)) >> uint32(30)))
-        return uint32(first + uint32(warp % uint32(down)) * uint32(rows)), end
+        return uint32(first + uint32(warp % uint32(WARPS)) * uint32(rows)), end
 
     @cuda.jit(launch_bounds=(THREADS, blocks_per_sm))
     def expert_gemm_kernel(y, wq, wd, xq, xd, places, order, tiles, n_tiles, n, k, n_used, stride):
@@ -135,19 +122,17 @@ def grouped(format, shape):
             return
         row0, end = rows_of_warp(tiles)
         position = min(uint32(row0 + row_of(uint32(cuda.threadIdx.x))), uint32(end - uint32(1)))
-        starts, acc = cuda.local.array((across, 3), uint32), cuda.local.array((rows, COLUMNS), float32)
+        start, acc = cuda.local.array(3, uint32), cuda.local.array((rows, COLUMNS), float32)
         thread = uint32(uint32(cuda.threadIdx.y * uint32(32)) + cuda.threadIdx.x)
-        for a in range(across):
-            starts[a, 0], starts[a, 1], starts[a, 2] = begin(
-                uint32(cuda.blockIdx.x * uint32(columns) + uint32(TILE_N * a)), uint32(n - uint32(1)), thread,
-                uint32(k >> uint32(5)))
-        if across == 1:  # an address of the thread's own takes fewer registers than the expert's and a start
-            codes, scales = codes + uint64(starts[0, 0]), scales + uint64(2) * uint64(starts[0, 2])
-            starts[0, 0], starts[0, 1], starts[0, 2] = uint32(0), uint32(starts[0, 1] - starts[0, 0]), uint32(0)
-        multiply_tile(acc, row0 < end, array_at(codes, wq), array_at(scales, wd), starts, xq, xd,
+        column0 = uint32(cuda.blockIdx.x * uint32(TILE_N))
+        start[0], start[1], start[2] = begin(column0, uint32(n - uint32(1)), thread, uint32(k >> uint32(5)))
+        # An address of the thread's own takes fewer registers than the expert's and a start.
+        codes, scales = codes + uint64(start[0]), scales + uint64(2) * uint64(start[2])
+        start[0], start[1], start[2] = uint32(0), uint32(start[1] - start[0]), uint32(0)
+        multiply_tile(acc, row0 < end, array_at(codes, wq), array_at(scales, wd), start, xq, xd,
                       source_row(order, position, n_used), k)
         row0, end = rows_of_warp(tiles)  # read once more: they would take registers
-        store_tile(y, acc, row0, end, uint32(cuda.blockIdx.x * uint32(columns)), n, stride, False)
+        store_tile(y, acc, row0, end, uint32(cuda.blockIdx.x * uint32(TILE_N)), n, stride, False)
 
     return expert_gemm_kernel
 
@@ -239,11 +224,9 @@ def expert_gemm(card, y, stride, w, x, groups, n_pairs, n_used=None, *, stream=N
     groups: with tiles of tile_rows(n_pairs, experts) rows. Rows of an expert that is out of reach stay as they are."""
     n_experts = len(w.places)
     height = tile_rows(n_pairs, n_experts)
-    shape = SHAPES[height]
-    grid = -(-w.n // shape.columns), most_tiles(n_pairs, 1, n_experts, height)
-    card.launch(grouped(FORMATS[w.format], shape), grid, (32, WARPS), y.reshape(-1), w.home.values.reshape(-1),
-                as_words(w.home.scales), *x.flat, *_sorted(w, groups), w.n, w.k, n_used or 0,
-                stride, stream=stream)
+    grid = -(-w.n // TILE_N), most_tiles(n_pairs, 1, n_experts, height)
+    card.launch(grouped(FORMATS[w.format], height), grid, (32, WARPS), y.reshape(-1), w.home.values.reshape(-1),
+                as_words(w.home.scales), *x.flat, *_sorted(w, groups), w.n, w.k, n_used or 0, stride, stream=stream)
 
 
 def expert_gemm_float(card, y, stride, w, x, groups, n_pairs, n_used=None, *, stream=None):

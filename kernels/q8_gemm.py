@@ -264,29 +264,27 @@ def carried_row(rows):
     return row_of
 
 
-def tile_functions(format, rows, down=WARPS, skips=False):
+def tile_functions(format, rows, skips=False):
     """Version 3 for a tile of y: (multiply_tile, store_tile).
 
-    Each warp makes `rows` rows, 4 to 16. `down` warps of a block lie one below the other, the others beside them: a
-    thread carries a column for each of the WARPS / down warps side by side. skips: warps that have no rows carry, but
-    do not multiply.
+    Each warp makes `rows` rows, 4 to 16. The warps of a block lie one below the other. skips: warps that have no rows
+    carry, but do not multiply.
 
-    multiply_tile(acc, works, wq, wd, starts, xq, xd, x_row, k): acc float32 [rows, COLUMNS]; works: whether the warp
-    has rows; starts: uint32 [WARPS / down, 3], what `begin` of `carriers` gives for each column that the thread
-    carries; x_row: the row of x which the thread carries, that of its `carried_row`, and in place of a row that is not
-    there any other.
+    multiply_tile(acc, works, wq, wd, start, xq, xd, x_row, k): acc float32 [rows, COLUMNS]; works: whether the warp
+    has rows; start: uint32 [3], what `begin` of `carriers` gives for the column that the thread carries; x_row: the row
+    of x which the thread carries, that of its `carried_row`, and in place of a row that is not there any other.
     store_tile(y, acc, row0, end, column0, n, stride, add): the warp writes rows row0, row0 + 1, ... below `end`. The
     block's columns begin at column0.
     """
-    across, row_of = WARPS // down, carried_row(rows)
+    row_of = carried_row(rows)
     put_row, sync_row, is_odd = rows // 3, rows // 2, rows % 2 == 1
     rest_row = (sync_row + rows) // 2  # a loop over all rows after sync_row would not be unrolled
     _, fetch, place, second = carriers(format)
     put_column, put_x, load_x_scales, multiply_row = device_functions(format, second)
     per_row, n_scales, raw_words = 1 + format.minima, format.n_scales, format.raw_words
     x_warp = X_ROWS + 64 * max(per_row, 2)
-    w_group, load_book = TILE_N * (PITCH + 4 * n_scales), format.load_book
-    w_buffer, x_buffer = across * w_group, WARPS * x_warp
+    w_buffer, load_book = TILE_N * (PITCH + 4 * n_scales), format.load_book
+    x_buffer = WARPS * x_warp
     x_end = 3 * x_buffer
     shared_words = (2 * w_buffer + x_end) // 4
 
@@ -301,28 +299,13 @@ def tile_functions(format, rows, down=WARPS, skips=False):
             multiply_row(acc, r, w, w_scales, x[r & 1], x_scales)
 
     @cuda.jit(device=True, forceinline=True)
-    def fetch_columns(raw, wq, wd, starts, blocks, b):
-        for a in range(across):
-            fetch(raw[a], wq, wd, starts[a], blocks, b)
-
-    @cuda.jit(device=True, forceinline=True)
-    def put_columns(raw, to, scale_to, book):
-        for a in range(across):
-            put_column(raw[a], to + uint64(w_group * a), scale_to + uint64(w_group * a), book)
-
-    @cuda.jit(device=True, forceinline=True)
     def fetch_x(words, xq, xd, x_from, xd_from, b):
         """Loads half a block of x from global memory into `words`, and returns the scale of the block."""
         words[0], words[1], words[2], words[3] = load_words4(xq, uint32(x_from + uint32(b << uint32(5))))
         return xd[uint32(xd_from + b)]
 
     @cuda.jit(device=True, forceinline=True)
-    def beside(warp):
-        """How many warps are on the left of this one."""
-        return uint32(warp // uint32(down)) if across > 1 else uint32(0)
-
-    @cuda.jit(device=True, forceinline=True)
-    def multiply_tile(acc, works, wq, wd, starts, xq, xd, x_row, k):
+    def multiply_tile(acc, works, wq, wd, start, xq, xd, x_row, k):
         lane, warp = uint32(cuda.threadIdx.x), uint32(cuda.threadIdx.y)
         thread = uint32(warp * uint32(32) + lane)
         blocks = uint32(k >> uint32(5))
@@ -332,7 +315,7 @@ def tile_functions(format, rows, down=WARPS, skips=False):
         row, half = row_of(lane), uint32(lane & uint32(1))
         xd_from = uint32(x_row * blocks)
         x_from = uint32(uint32(xd_from << uint32(5)) + uint32(half << uint32(4)))
-        raw = cuda.local.array((across, raw_words), uint32)
+        raw = cuda.local.array(raw_words, uint32)
         x_words = cuda.local.array(4, uint32)
 
         # Addresses in shared memory, in the first buffer. *_to: where the thread stores what it carries. *_at: where it
@@ -341,9 +324,8 @@ def tile_functions(format, rows, down=WARPS, skips=False):
         w_to = shared_address(cuda.shared.array(shared_words, uint32, alignment=16))
         wd_to = w_to + uint64(TILE_N * PITCH)
         x_at = w_to + uint64(2 * w_buffer) + uint64(uint32(warp * uint32(x_warp)))
-        group = uint64(uint32(beside(warp) * uint32(w_group)))
-        w_at = w_to + group + uint64(uint32(lane * uint32(PITCH)))
-        wd_at = wd_to + group + uint64(uint32(lane << uint32(2)))
+        w_at = w_to + uint64(uint32(lane * uint32(PITCH)))
+        wd_at = wd_to + uint64(uint32(lane << uint32(2)))
         w_to, wd_to = w_to + uint64(place(thread)), wd_to + uint64(uint32(thread << uint32(2)))
         x_to = x_at + uint64(uint32(lane << uint32(4)))
         xd_to = x_at + uint64(X_ROWS) + uint64(uint32(uint32(row << uint32(2)) + uint32(half << uint32(6))))
@@ -356,13 +338,13 @@ def tile_functions(format, rows, down=WARPS, skips=False):
         x = cuda.local.array((2, WORDS), uint32)
         w_scales = cuda.local.array((n_scales, COLUMNS), uint32)
         x_scales = cuda.local.array((2, per_row, 4), uint32)
-        fetch_columns(raw, wq, wd, starts, blocks, uint32(0))
+        fetch(raw, wq, wd, start, blocks, uint32(0))
         x_scale = fetch_x(x_words, xq, xd, x_from, xd_from, uint32(0))
         book = load_book(thread, uint32(THREADS))
-        put_columns(raw, w_to, wd_to, book)
+        put_column(raw, w_to, wd_to, book)
         put_x(x_words, x_scale, x_to, xd_to)
         b = min(uint32(1), last)
-        fetch_columns(raw, wq, wd, starts, blocks, b)
+        fetch(raw, wq, wd, start, blocks, b)
         x_scale = fetch_x(x_words, xq, xd, x_from, xd_from, b)
         cuda.syncthreads()
         for c in range(COLUMNS):
@@ -382,13 +364,13 @@ def tile_functions(format, rows, down=WARPS, skips=False):
                     for c in range(COLUMNS):
                         w_scales[s, c] = load_shared(wd_at + w_here + uint64(4 * TILE_N * s + 128 * c))
                 multiply_rows(acc, 0, put_row, w, w_scales, x, x_now, x_scales)
-                put_columns(raw, w_to + w_next, wd_to + w_next, book)
+                put_column(raw, w_to + w_next, wd_to + w_next, book)
                 put_x(x_words, x_scale, x_to + x_next, xd_to + x_next)
                 multiply_rows(acc, put_row, sync_row, w, w_scales, x, x_now, x_scales)
             else:
-                put_columns(raw, w_to + w_next, wd_to + w_next, book)
+                put_column(raw, w_to + w_next, wd_to + w_next, book)
             b = min(uint32(block + uint32(2)), last)
-            fetch_columns(raw, wq, wd, starts, blocks, b)
+            fetch(raw, wq, wd, start, blocks, b)
             x_scale = fetch_x(x_words, xq, xd, x_from, xd_from, b)
             cuda.syncthreads()
             if works or not skips:
@@ -410,7 +392,7 @@ def tile_functions(format, rows, down=WARPS, skips=False):
 
     @cuda.jit(device=True, forceinline=True)
     def store_tile(y, acc, row0, end, column0, n, stride, add):
-        column0 = uint32(column0 + uint32(beside(uint32(cuda.threadIdx.y)) * uint32(TILE_N)) + cuda.threadIdx.x)
+        column0 = uint32(column0 + cuda.threadIdx.x)
         for r in range(rows):
             row = uint32(row0 + uint32(r))
             for c in range(COLUMNS):
@@ -434,10 +416,10 @@ def pipelined_kernel(format, rows, blocks_per_sm):
         row0 = uint32(uint32(cuda.blockIdx.y * uint32(WARPS) + cuda.threadIdx.y) * uint32(rows))
         x_row = min(uint32(row0 + row_of(uint32(cuda.threadIdx.x))), uint32(n_rows - uint32(1)))
         column0 = uint32(cuda.blockIdx.x * uint32(TILE_N))
-        starts, acc = cuda.local.array((1, 3), uint32), cuda.local.array((rows, COLUMNS), float32)
+        start, acc = cuda.local.array(3, uint32), cuda.local.array((rows, COLUMNS), float32)
         thread = uint32(uint32(cuda.threadIdx.y * uint32(32)) + cuda.threadIdx.x)
-        starts[0, 0], starts[0, 1], starts[0, 2] = begin(column0, uint32(n - uint32(1)), thread, uint32(k >> uint32(5)))
-        multiply_tile(acc, row0 < n_rows, wq, wd, starts, xq, xd, x_row, k)
+        start[0], start[1], start[2] = begin(column0, uint32(n - uint32(1)), thread, uint32(k >> uint32(5)))
+        multiply_tile(acc, row0 < n_rows, wq, wd, start, xq, xd, x_row, k)
         store_tile(y, acc, row0, n_rows, column0, n, stride, add)
 
     return gemm_q8_q8_kernel

@@ -17,10 +17,10 @@ from tests.kinds import BY_KIND
 KINDS = [kind.dtype for kind in FLOATS.values()]
 
 
-@pytest.fixture(params=expert_gemm.SHAPES, ids="tiles of {} rows".format)
+@pytest.fixture(params=expert_gemm.HEIGHTS, ids="tiles of {} rows".format)
 def one_shape(request, monkeypatch):
     """expert_gemm has no other tile to choose from."""
-    monkeypatch.setattr(expert_gemm, "SHAPES", {request.param: expert_gemm.SHAPES[request.param]})
+    monkeypatch.setattr(expert_gemm, "HEIGHTS", (request.param,))
 
 
 @pytest.mark.parametrize("from_pairs", [False, True])
@@ -31,7 +31,7 @@ def test_within_the_rounding_bound(card, case, from_pairs, one_shape):
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_every_format_is_within_the_rounding_bound(card, name, monkeypatch):
-    monkeypatch.setattr(expert_gemm, "SHAPES", {16: expert_gemm.SHAPES[16]})    # one kernel to compile for each
+    monkeypatch.setattr(expert_gemm, "HEIGHTS", (16,))    # one kernel to compile for each
     format = FORMATS[name]
     for n, blocks, *rest in expert_gemm.FORMAT_CASES:
         expert_gemm.check(card, n, blocks * format.file_block, *rest, format=format)
@@ -80,7 +80,7 @@ def test_rows_have_the_bits_of_the_dense_product(card, one_shape):
 
 @pytest.mark.parametrize("name", BY_KIND)
 def test_rows_of_every_format_have_the_bits_of_the_dense_product(card, name, monkeypatch):
-    monkeypatch.setattr(expert_gemm, "SHAPES", {16: expert_gemm.SHAPES[16]})
+    monkeypatch.setattr(expert_gemm, "HEIGHTS", (16,))
     monkeypatch.setattr(q8_gemm, "TILES", {8: q8_gemm.TILES[8]})
     check_bits(card, FORMATS[name])
 
@@ -115,7 +115,7 @@ def test_tiles_are_as_high_as_experts_have_rows():
 @pytest.mark.parametrize("name, height", [("Q8_0", 64), ("Q8_0", 16), ("Q4_K", 16)])
 def test_neither_memory_error_nor_race(name, height, monkeypatch):
     """Five blocks of k or more, so all buffers in shared memory are used again. Some warps have no rows."""
-    monkeypatch.setattr(expert_gemm, "SHAPES", {height: expert_gemm.SHAPES[height]})
+    monkeypatch.setattr(expert_gemm, "HEIGHTS", (height,))
     card, format = open_cards("emulated", checked=True)[0], FORMATS[name]
     expert_gemm.check(card, 130, max(160, format.file_block), 9, 2, 4, format=format)
 
@@ -134,13 +134,13 @@ def signature(format):
 
 @pytest.mark.parametrize("height, name", [
     pytest.param(height, *each.values, marks=each.marks) if hasattr(each, "marks") else (height, each)
-    for height, each in itertools.product(expert_gemm.SHAPES, BY_KIND)])
+    for height, each in itertools.product(expert_gemm.HEIGHTS, BY_KIND)])
 def test_everything_stays_in_registers(height, name):
     """On sm_70. Arrays in local memory would mean that a loop over rows has not been unrolled."""
     if (7, 0) not in compiler.supported_ccs() or not assembler.find_assembler():
         pytest.skip("the installed CUDA toolkit cannot compile for sm_70")
     format = FORMATS[name]
-    kernel = expert_gemm.grouped(format, expert_gemm.SHAPES[height])
+    kernel = expert_gemm.grouped(format, height)
     compiled = compiler.compile_kernel(kernel, signature(format), (7, 0))
     _, words = assembler.run_assembler(assembler.find_assembler()[0], compiled, (7, 0))
     assert ".local" not in compiled.ptx and " 0 bytes spill stores" in words, words

@@ -180,8 +180,8 @@ def checks_of_the_delta_rule():
 def kernels_of_experts():
     """Products of prompts with experts, of Q8_0 and of floats, those of floats in decode steps, and the sum."""
     i, x, n, places = "int32[1]", "float32[1]", "uint32", "uint64[1]"
-    for shape in expert_gemm.SHAPES.values():
-        kernel = expert_gemm.grouped(Q8_0, shape)
+    for height in expert_gemm.HEIGHTS:
+        kernel = expert_gemm.grouped(Q8_0, height)
         yield kernel, x, "int8[1]", "uint16[1]", "int8[1]", x, places, *[i] * 3, *[n] * 4
     for stored in expert_gemm.WEIGHT_AT:
         w = x if stored == np.float32 else "uint16[1]"
