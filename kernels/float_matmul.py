@@ -24,27 +24,25 @@ peak. It serves small projections and models that are not quantised. A half2 ver
 round differently.
 """
 
-from functools import partial
+from functools import cache, partial
+from typing import NamedTuple
 
 import numpy as np
 from numba import cuda
-from numba.types import float32, uint32
+from numba.types import float32, uint32, uint64
 
 from kernels.bench import Case, main
 from kernels.formats import FLOATS
-from kernels.intrinsics import half_to_float, load_floats4, warp_sum, word_as_float
+from kernels.intrinsics import (float_as_word, half2_high, half2_low, half_to_float, load_shared4, load_words2,
+                                load_words4, shared_address, store_shared4, warp_sum, word_as_float)
 from kernels.operands import Matrix
 
 WARPS = 4  # of gemv
 ROWS = 2  # of w per warp of gemv
 COLUMNS = (1, 2, 4, 8)  # rows of x that a gemv kernel can take
-TILE_WARPS = 8  # of gemm
-TILE_ROWS = 8  # of x per warp
-TILE_COLUMNS = 2  # per thread
-DEPTH = 32  # of a tile
-TILE_M, TILE_N = TILE_WARPS * TILE_ROWS, 32 * TILE_COLUMNS
-CARRIED = TILE_M // TILE_WARPS  # rows of x that a warp brings to shared memory
-PITCH = TILE_N + 1  # odd: 32 lanes that store one column of the tile use 32 banks
+LANES_DOWN, LANES_ACROSS = 4, 8  # of a warp of gemm
+GROUP = 32  # elements of a row that 8 threads of gemm bring to shared memory, 4 each
+THREADS_PER_LINE = 4
 TYPES = {np.dtype(kind.dtype): kind for kind in FLOATS.values()}  # what weights are stored as -> formats.Float
 
 
@@ -142,70 +140,244 @@ def gemv_kernel(weight_at, columns):
 
 # ---- prefill -----------------------------------------------------------------------------------------------
 
-def tile_function(weight_at):
-    """multiply_tile(y, w, x, x_starts, row0, end, n, k, stride, add): a block's rows row0 .. row0 + TILE_M - 1 of y,
-    those below `end`. Warp i carries rows i, i + TILE_WARPS, ... of the tile from x to shared memory: from
-    x[x_starts[0]], x[x_starts[1]], ... on."""
+class Shape(NamedTuple):
+    """How a block of threads makes a tile of y."""
+
+    rows: int               # of a thread
+    columns: int            # of a thread
+    down: int               # warps one below the other
+    across: int             # warps side by side
+    depth: int = GROUP      # of a tile of w and x in shared memory: a multiple of GROUP
+
+    @property
+    def warps(self):
+        return self.down * self.across
+
+    @property
+    def height(self):
+        return LANES_DOWN * self.rows * self.down
+
+    @property
+    def width(self):
+        return LANES_ACROSS * self.columns * self.across
+
+    @property
+    def lines(self):
+        """Rows of w or x of which the block brings 32 elements to shared memory at once."""
+        return THREADS_PER_LINE * self.warps
+
+    @property
+    def carried(self):
+        """Rows of x that a thread helps to bring."""
+        return -(-self.height // self.lines)
+
+
+SHAPES = [Shape(4, 4, 4, 2), Shape(4, 4, 2, 2), Shape(4, 4, 2, 1), Shape(6, 3, 2, 2), Shape(2, 4, 4, 1, 64),
+          Shape(8, 4, 2, 2)]
+TALL = SHAPES[0]
+
+
+@cuda.jit(device=True, inline="always")
+def float32_quad(w, index):
+    return load_words4(w, index)
+
+
+@cuda.jit(device=True, inline="always")
+def halves_quad(w, index):
+    return load_words2(w, index)
+
+
+@cuda.jit(device=True, inline="always")
+def float32_word(w, index):
+    return float_as_word(w[index])
+
+
+@cuda.jit(device=True, forceinline=True)
+def widen_float32(raw):
+    return raw[0], raw[1], raw[2], raw[3]
+
+
+@cuda.jit(device=True, forceinline=True)
+def widen_float16(raw):
+    return (float_as_word(half2_low(raw[0])), float_as_word(half2_high(raw[0])),
+            float_as_word(half2_low(raw[1])), float_as_word(half2_high(raw[1])))
+
+
+@cuda.jit(device=True, forceinline=True)
+def widen_bfloat16(raw):
+    high = uint32(0xFFFF0000)
+    return (uint32(raw[0] << uint32(16)), uint32(raw[0] & high), uint32(raw[1] << uint32(16)), uint32(raw[1] & high))
+
+
+WIDEN = {np.dtype(kind): widen for kind, widen in
+         ((np.float32, widen_float32), (np.float16, widen_float16), (np.uint16, widen_bfloat16))}
+
+
+def carrier(kind, count, lines):
+    """How a thread brings 4 neighbouring elements of each of `count` rows to shared memory: (fetch, put).
+
+    fetch(raw, source, starts, j, k): elements j .. j + 3 of the rows that begin at starts[i], into raw[i]; zeros past
+    the end of a row. put(raw, to): widens them and stores them, each 16 bytes * `lines` behind the one before."""
+    per_word, widen = 4 // np.dtype(kind).itemsize, WIDEN[np.dtype(kind)]
+    n_words = 4 // per_word
+
+    @cuda.jit(device=True, forceinline=True)
+    def fetch(raw, source, starts, j, k):
+        if uint32(k & uint32(3)) == uint32(0) and j < k:
+            for i in range(count):
+                at = uint32(starts[i] + j)
+                if per_word == 1:
+                    raw[i, 0], raw[i, 1], raw[i, 2], raw[i, 3] = load_words4(source, at)
+                else:
+                    raw[i, 0], raw[i, 1] = load_words2(source, at)
+        else:
+            for i in range(count):
+                for word in range(n_words):
+                    raw[i, word] = uint32(0)
+            if j < k:
+                for i in range(count):
+                    for e in range(4):
+                        if uint32(j + uint32(e)) < k:
+                            value = source[uint32(starts[i] + j + uint32(e))]
+                            if per_word == 1:
+                                raw[i, e] = float_as_word(value)
+                            else:
+                                raw[i, e // 2] |= uint32(uint32(value) << uint32(16 * (e % 2)))
+
+    @cuda.jit(device=True, forceinline=True)
+    def put(raw, to):
+        for i in range(count):
+            store_shared4(to + uint64(16 * lines * i), *widen(raw[i]))
+
+    return fetch, put, n_words
+
+
+def tile_function(kind, shape):
+    """multiply_tile(y, w, x, x_starts, row0, end, n, k, stride, add): a block's rows row0, row0 + 1, ... of y, those
+    below `end`. A thread carries rows first_line(), first_line() + shape.lines, ... of the tile from x to shared memory:
+    from x[x_starts[0]], x[x_starts[1]], ... on."""
+    rows, columns, down, across, depth = shape
+    lines, height, width = shape.lines, shape.height, shape.width
+    steps, quads = depth // GROUP, depth // 4
+    w_carried, x_carried = -(-width // lines), shape.carried
+    w_pitch, x_pitch = 16 * (w_carried * lines + 1), 16 * (x_carried * lines + 1)
+    w_bytes = quads * w_pitch
+    buffer = w_bytes + quads * x_pitch
+    fetch_w, put_w, w_words = carrier(kind, w_carried, lines)
+    fetch_x, put_x, x_words = carrier(np.float32, x_carried, lines)
+    shared_words, put_quad = buffer // 2, quads // 2
+
+    @cuda.jit(device=True, forceinline=True)
+    def load_quad(w, x, w_at, x_at, q):
+        for c in range(columns):
+            w[c, 0], w[c, 1], w[c, 2], w[c, 3] = load_shared4(w_at + uint64(w_pitch * q + 16 * LANES_ACROSS * c))
+        for r in range(rows):
+            x[r, 0], x[r, 1], x[r, 2], x[r, 3] = load_shared4(x_at + uint64(x_pitch * q + 16 * LANES_DOWN * r))
+
+    @cuda.jit(device=True, forceinline=True)
+    def multiply_quad(acc, w, x):
+        for j in range(4):
+            for r in range(rows):
+                for c in range(columns):
+                    acc[r, c] = cuda.fma(word_as_float(w[c, j]), word_as_float(x[r, j]), acc[r, c])
+
+    @cuda.jit(device=True, forceinline=True)
+    def multiply_quads(acc, w, x, w_at, x_at, first, last):
+        for half in range(2):  # the compiler does not unroll a loop over all of them
+            for q in range(first if half == 0 else (first + last) // 2, (first + last) // 2 if half == 0 else last):
+                load_quad(w[(q + 1) & 1], x[(q + 1) & 1], w_at, x_at, q + 1)
+                multiply_quad(acc, w[q & 1], x[q & 1])
 
     @cuda.jit(device=True, forceinline=True)
     def multiply_tile(y, w, x, x_starts, row0, end, n, k, stride, add):
-        w_tile = cuda.shared.array((DEPTH, PITCH), float32)
-        x_tile = cuda.shared.array((TILE_M, DEPTH), float32, alignment=16)
         lane, warp = uint32(cuda.threadIdx.x), uint32(cuda.threadIdx.y)
-        column0 = uint32(cuda.blockIdx.x * uint32(TILE_N))
-        warp_row = uint32(warp * uint32(TILE_ROWS))
-        warp_works = uint32(row0 + warp_row) < end
-        last_column = uint32(n - uint32(1))
-        weight = cuda.local.array((4, TILE_COLUMNS), float32)
-        acc = cuda.local.array((TILE_ROWS, TILE_COLUMNS), float32)
-        for r in range(TILE_ROWS):
-            for c in range(TILE_COLUMNS):
+        line, quad = first_line(), uint32(lane & uint32(7))
+        column0 = uint32(cuda.blockIdx.x * uint32(width))
+        w_starts = cuda.local.array(w_carried, uint32)
+        for i in range(w_carried):
+            w_starts[i] = uint32(min(uint32(column0 + line + uint32(i * lines)), uint32(n - uint32(1))) * k)
+        row = uint32(uint32(warp % uint32(down)) * uint32(LANES_DOWN * rows))
+        column = uint32(uint32(warp // uint32(down)) * uint32(LANES_ACROSS * columns))
+        works = uint32(row0 + row) < end and uint32(column0 + column) < n
+        row = uint32(row + uint32(lane & uint32(1)) + uint32(uint32(lane >> uint32(3)) & uint32(2)))
+        column = uint32(column + uint32(uint32(lane >> uint32(1)) & uint32(7)))
+
+        tile = shared_address(cuda.shared.array(shared_words, uint32, alignment=16))
+        w_to = tile + uint64(uint32(quad * uint32(w_pitch) + uint32(line << uint32(4))))
+        x_to = tile + uint64(uint32(quad * uint32(x_pitch) + uint32(line << uint32(4)))) + uint64(w_bytes)
+        w_at = tile + uint64(uint32(column << uint32(4)))
+        x_at = tile + uint64(uint32(row << uint32(4))) + uint64(w_bytes)
+
+        raw_w = cuda.local.array((steps, w_carried, w_words), uint32)
+        raw_x = cuda.local.array((steps, x_carried, x_words), uint32)
+        weight = cuda.local.array((2, columns, 4), uint32)
+        value = cuda.local.array((2, rows, 4), uint32)
+        acc = cuda.local.array((rows, columns), float32)
+        for r in range(rows):
+            for c in range(columns):
                 acc[r, c] = float32(0.0)
 
-        for tile in range(uint32(uint32(k + uint32(DEPTH - 1)) // uint32(DEPTH))):
-            j = uint32(uint32(tile) * uint32(DEPTH) + lane)
-            for i in range(TILE_N // TILE_WARPS):  # a warp loads 32 elements of one row at a time
-                line = uint32(warp + uint32(i * TILE_WARPS))
-                start = uint32(min(uint32(column0 + line), last_column) * k)
-                w_tile[lane, line] = weight_at(w, uint32(start + j)) if j < k else float32(0.0)
-            for i in range(CARRIED):
-                line = uint32(warp + uint32(i * TILE_WARPS))
-                x_tile[line, lane] = x[uint32(x_starts[i] + j)] if j < k else float32(0.0)
-            cuda.syncthreads()
-            if warp_works:
-                for j4 in range(DEPTH // 4):
-                    for i in range(4):
-                        for c in range(TILE_COLUMNS):
-                            weight[i, c] = w_tile[uint32(4 * j4 + i), uint32(lane + uint32(32 * c))]
-                    for r in range(TILE_ROWS):
-                        at = uint32(uint32(warp_row + uint32(r)) * uint32(DEPTH) + uint32(4 * j4))
-                        values = load_floats4(x_tile, at)
-                        for i in range(4):
-                            for c in range(TILE_COLUMNS):
-                                acc[r, c] = cuda.fma(weight[i, c], values[i], acc[r, c])
-            cuda.syncthreads()
+        j = uint32(quad << uint32(2))
+        for s in range(steps):
+            fetch_w(raw_w[s], w, w_starts, uint32(j + uint32(GROUP * s)), k)
+            fetch_x(raw_x[s], x, x_starts, uint32(j + uint32(GROUP * s)), k)
+        for s in range(steps):
+            put_w(raw_w[s], w_to + uint64(GROUP // 4 * w_pitch * s))
+            put_x(raw_x[s], x_to + uint64(GROUP // 4 * x_pitch * s))
+        j = uint32(j + uint32(depth))
+        for s in range(steps):
+            fetch_w(raw_w[s], w, w_starts, uint32(j + uint32(GROUP * s)), k)
+            fetch_x(raw_x[s], x, x_starts, uint32(j + uint32(GROUP * s)), k)
+        cuda.syncthreads()
+        load_quad(weight[0], value[0], w_at, x_at, 0)
 
-        for r in range(TILE_ROWS):
-            row = uint32(row0 + warp_row + uint32(r))
-            for c in range(TILE_COLUMNS):
-                column = uint32(column0 + lane + uint32(32 * c))
-                at = uint32(row * stride + column)
-                if row < end and column < n:
+        here, following = uint64(0), uint64(buffer)
+        for _ in range(uint32(uint32(k + uint32(depth - 1)) // uint32(depth))):
+            if works:
+                multiply_quads(acc, weight, value, w_at + here, x_at + here, 0, put_quad)
+            for s in range(steps):
+                put_w(raw_w[s], w_to + following + uint64(GROUP // 4 * w_pitch * s))
+                put_x(raw_x[s], x_to + following + uint64(GROUP // 4 * x_pitch * s))
+            j = uint32(j + uint32(depth))
+            for s in range(steps):
+                fetch_w(raw_w[s], w, w_starts, uint32(j + uint32(GROUP * s)), k)
+                fetch_x(raw_x[s], x, x_starts, uint32(j + uint32(GROUP * s)), k)
+            if works:
+                multiply_quads(acc, weight, value, w_at + here, x_at + here, put_quad, quads - 1)
+            cuda.syncthreads()
+            if works:
+                load_quad(weight[0], value[0], w_at + following, x_at + following, 0)
+                multiply_quad(acc, weight[1], value[1])
+            here, following = following, here
+
+        for r in range(rows):
+            at_row = uint32(row0 + row + uint32(LANES_DOWN * r))
+            for c in range(columns):
+                at_column = uint32(column0 + column + uint32(LANES_ACROSS * c))
+                at = uint32(at_row * stride + at_column)
+                if at_row < end and at_column < n:
                     y[at] = y[at] + acc[r, c] if add else acc[r, c]
 
     return multiply_tile
 
 
-def gemm_kernel(weight_at):
-    """The prefill kernel for one type of weights."""
-    multiply_tile = tile_function(weight_at)
+@cuda.jit(device=True, forceinline=True)
+def first_line():
+    """The first row of a tile that a thread helps to bring to shared memory. 8 threads bring 32 elements of a row."""
+    return uint32(cuda.threadIdx.y * uint32(THREADS_PER_LINE)) + uint32(cuda.threadIdx.x >> uint32(3))
 
-    @cuda.jit
+
+@cache
+def gemm_kernel(kind, shape):
+    """The prefill kernel for one type of weights and a Shape."""
+    multiply_tile, lines, height, carried = tile_function(kind, shape), shape.lines, shape.height, shape.carried
+
+    @cuda.jit(launch_bounds=(32 * shape.warps, 1))
     def gemm_float_kernel(y, w, x, n, k, n_rows, stride, add):
-        row0 = uint32(cuda.blockIdx.y * uint32(TILE_M))
-        x_starts = cuda.local.array(CARRIED, uint32)
-        for i in range(CARRIED):  # in place of rows past the last one the last one again
-            line = uint32(cuda.threadIdx.y + uint32(i * TILE_WARPS))
+        row0 = uint32(cuda.blockIdx.y * uint32(height))
+        x_starts = cuda.local.array(carried, uint32)
+        for i in range(carried):  # in place of rows past the last one the last one again
+            line = uint32(first_line() + uint32(i * lines))
             x_starts[i] = uint32(min(uint32(row0 + line), uint32(n_rows - uint32(1))) * k)
         multiply_tile(y, w, x, x_starts, row0, n_rows, n, k, stride, add)
 
@@ -213,7 +385,6 @@ def gemm_kernel(weight_at):
 
 
 GEMV = {(kind, columns): gemv_kernel(at, columns) for kind, at in WEIGHT_AT.items() for columns in COLUMNS}
-GEMM = {kind: gemm_kernel(at) for kind, at in WEIGHT_AT.items()}
 
 
 # ---- launches: they write in place and never allocate -----------------------------------------------------
@@ -232,11 +403,12 @@ def gemv_float(card, y, stride, w, x, rows, add=False, *, stream=None):
                     x[first:first + here].reshape(-1), w.n, w.k, here, stride, add, stream=stream)
 
 
-def gemm_float(card, y, stride, w, x, rows, add=False, *, stream=None):
+def gemm_float(card, y, stride, w, x, rows, add=False, *, stream=None, shape=None):
     """Prefill family: arguments as `gemv_float`. One launch."""
-    grid = (-(-w.n // TILE_N), -(-rows // TILE_M))
-    card.launch(GEMM[np.dtype(w.values.dtype)], grid, (32, TILE_WARPS), y.reshape(-1), as_words(w.values),
-                x.reshape(-1), w.n, w.k, rows, stride, add, stream=stream)
+    shape = shape or SHAPES[0]
+    grid = (-(-w.n // shape.width), -(-rows // shape.height))
+    card.launch(gemm_kernel(np.dtype(w.values.dtype), shape), grid, (32, shape.warps), y.reshape(-1),
+                as_words(w.values), x.reshape(-1), w.n, w.k, rows, stride, add, stream=stream)
 
 
 # ---- check and time ----------------------------------------------------------------------------------------
