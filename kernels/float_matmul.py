@@ -34,15 +34,13 @@ from numba.types import float32, uint32, uint64
 from kernels.bench import Case, main
 from kernels.formats import FLOATS
 from kernels.intrinsics import (float_as_word, half2_high, half2_low, half_to_float, load_shared4, load_words2,
-                                load_words4, shared_address, store_shared4, warp_sum, word_as_float)
+                                load_words4, shared_address, store_shared, store_shared4, warp_sum, word_as_float)
 from kernels.operands import Matrix
 
 WARPS = 4  # of gemv
 ROWS = 2  # of w per warp of gemv
 COLUMNS = (1, 2, 4, 8)  # rows of x that a gemv kernel can take
-LANES_DOWN, LANES_ACROSS = 4, 8  # of a warp of gemm
-GROUP = 32  # elements of a row that 8 threads of gemm bring to shared memory, 4 each
-THREADS_PER_LINE = 4
+GROUP = 32  # of gemm: elements of a row of w or x that neighbouring threads bring to shared memory
 TYPES = {np.dtype(kind.dtype): kind for kind in FLOATS.values()}  # what weights are stored as -> formats.Float
 
 
@@ -147,7 +145,9 @@ class Shape(NamedTuple):
     columns: int            # of a thread
     down: int               # warps one below the other
     across: int             # warps side by side
-    depth: int = GROUP      # of a tile of w and x in shared memory: a multiple of GROUP
+    depth: int = GROUP      # elements of k in a buffer, a multiple of GROUP
+    lanes: int = 8          # of a warp side by side, a key of PLACES; the others are below them
+    ahead: bool = True      # a thread loads the next 4 elements while it multiplies these
 
     @property
     def warps(self):
@@ -155,124 +155,116 @@ class Shape(NamedTuple):
 
     @property
     def height(self):
-        return LANES_DOWN * self.rows * self.down
+        return 32 // self.lanes * self.rows * self.down
 
     @property
     def width(self):
-        return LANES_ACROSS * self.columns * self.across
+        return self.lanes * self.columns * self.across
 
-    @property
-    def lines(self):
-        """Rows of w or x of which the block brings 32 elements to shared memory at once."""
-        return THREADS_PER_LINE * self.warps
+    def lines(self, each):
+        """Rows of which the block brings GROUP elements to shared memory at once, `each` per thread."""
+        return self.warps * each
 
-    @property
-    def carried(self):
+    def carried(self, each):
         """Rows of x that a thread helps to bring."""
-        return -(-self.height // self.lines)
-
-
-SHAPES = [Shape(4, 4, 4, 2), Shape(4, 4, 2, 2), Shape(4, 4, 2, 1), Shape(6, 3, 2, 2), Shape(2, 4, 4, 1, 64),
-          Shape(8, 4, 2, 2)]
-TALL = SHAPES[0]
-
-
-@cuda.jit(device=True, inline="always")
-def float32_quad(w, index):
-    return load_words4(w, index)
-
-
-@cuda.jit(device=True, inline="always")
-def halves_quad(w, index):
-    return load_words2(w, index)
-
-
-@cuda.jit(device=True, inline="always")
-def float32_word(w, index):
-    return float_as_word(w[index])
+        return -(-self.height // self.lines(each))
 
 
 @cuda.jit(device=True, forceinline=True)
-def widen_float32(raw):
+def place_of_8(lane):
+    """(row, column) of a lane in a warp of 4 x 8. A load of 16 bytes per lane takes one passage for each half of the
+    warp if lanes l and l ^ 1, or l and l ^ 2, want the same bytes: so bit 0 of the lane belongs to the rows and bits 1
+    to 3 to the columns (S. Gray, maxas, SGEMM)."""
+    return (uint32(lane & uint32(1)) | uint32(uint32(lane >> uint32(3)) & uint32(2)),
+            uint32(uint32(lane >> uint32(1)) & uint32(7)))
+
+
+@cuda.jit(device=True, forceinline=True)
+def place_of_32(lane):
+    return uint32(0), lane
+
+
+PLACES = {8: place_of_8, 32: place_of_32}
+
+
+@cuda.jit(device=True, forceinline=True)
+def words_of_float32(raw):
     return raw[0], raw[1], raw[2], raw[3]
 
 
 @cuda.jit(device=True, forceinline=True)
-def widen_float16(raw):
+def words_of_float16(raw):
     return (float_as_word(half2_low(raw[0])), float_as_word(half2_high(raw[0])),
             float_as_word(half2_low(raw[1])), float_as_word(half2_high(raw[1])))
 
 
 @cuda.jit(device=True, forceinline=True)
-def widen_bfloat16(raw):
+def words_of_bfloat16(raw):
     high = uint32(0xFFFF0000)
-    return (uint32(raw[0] << uint32(16)), uint32(raw[0] & high), uint32(raw[1] << uint32(16)), uint32(raw[1] & high))
+    return uint32(raw[0] << uint32(16)), uint32(raw[0] & high), uint32(raw[1] << uint32(16)), uint32(raw[1] & high)
 
 
-WIDEN = {np.dtype(kind): widen for kind, widen in
-         ((np.float32, widen_float32), (np.float16, widen_float16), (np.uint16, widen_bfloat16))}
+WORDS_OF = {np.dtype(kind): words for kind, words in    # 4 weights as stored -> words of 4 float32
+            ((np.float32, words_of_float32), (np.float16, words_of_float16), (np.uint16, words_of_bfloat16))}
 
 
-def carrier(kind, count, lines):
-    """How a thread brings 4 neighbouring elements of each of `count` rows to shared memory: (fetch, put).
+def carrier(kind, each, count, lines):
+    """How a thread brings `each` neighbouring elements, 4 or 1, of `count` rows to shared memory: (fetch, put, words).
 
-    fetch(raw, source, starts, j, k): elements j .. j + 3 of the rows that begin at starts[i], into raw[i]; zeros past
-    the end of a row. put(raw, to): widens them and stores them, each 16 bytes * `lines` behind the one before."""
-    per_word, widen = 4 // np.dtype(kind).itemsize, WIDEN[np.dtype(kind)]
-    n_words = 4 // per_word
+    fetch(raw, source, starts, j, k): elements j, j + 1, ... of the rows that begin at starts[i], into raw[i], which has
+    `words` words; zeros past the end of a row. 4 elements must lie at a multiple of their size.
+    put(raw, to): stores them as float32, those of each row 16 * lines bytes behind those of the row before."""
+    words_of, weight_at, is_word = WORDS_OF[np.dtype(kind)], WEIGHT_AT[np.dtype(kind)], np.dtype(kind).itemsize == 4
+    words = 1 if each == 1 else 4 if is_word else 2
+
+    @cuda.jit(device=True, forceinline=True)
+    def load(raw, source, at):
+        if words == 4:
+            raw[0], raw[1], raw[2], raw[3] = load_words4(source, at)
+        elif words == 2:
+            raw[0], raw[1] = load_words2(source, at)
+        else:
+            raw[0] = float_as_word(weight_at(source, at))
 
     @cuda.jit(device=True, forceinline=True)
     def fetch(raw, source, starts, j, k):
-        if uint32(k & uint32(3)) == uint32(0) and j < k:
+        if j < k:
             for i in range(count):
-                at = uint32(starts[i] + j)
-                if per_word == 1:
-                    raw[i, 0], raw[i, 1], raw[i, 2], raw[i, 3] = load_words4(source, at)
-                else:
-                    raw[i, 0], raw[i, 1] = load_words2(source, at)
+                load(raw[i], source, uint32(starts[i] + j))
         else:
             for i in range(count):
-                for word in range(n_words):
+                for word in range(words):
                     raw[i, word] = uint32(0)
-            if j < k:
-                for i in range(count):
-                    for e in range(4):
-                        if uint32(j + uint32(e)) < k:
-                            value = source[uint32(starts[i] + j + uint32(e))]
-                            if per_word == 1:
-                                raw[i, e] = float_as_word(value)
-                            else:
-                                raw[i, e // 2] |= uint32(uint32(value) << uint32(16 * (e % 2)))
 
     @cuda.jit(device=True, forceinline=True)
     def put(raw, to):
         for i in range(count):
-            store_shared4(to + uint64(16 * lines * i), *widen(raw[i]))
+            at = to + uint64(16 * lines * i)
+            if words == 1:
+                store_shared(at, raw[i, 0])
+            else:
+                w0, w1, w2, w3 = words_of(raw[i])
+                store_shared4(at, w0, w1, w2, w3)
 
-    return fetch, put, n_words
+    return fetch, put, words
 
 
-def tile_function(kind, shape):
-    """multiply_tile(y, w, x, x_starts, row0, end, n, k, stride, add): a block's rows row0, row0 + 1, ... of y, those
-    below `end`. A thread carries rows first_line(), first_line() + shape.lines, ... of the tile from x to shared memory:
-    from x[x_starts[0]], x[x_starts[1]], ... on."""
-    rows, columns, down, across, depth = shape
-    lines, height, width = shape.lines, shape.height, shape.width
-    steps, quads = depth // GROUP, depth // 4
-    w_carried, x_carried = -(-width // lines), shape.carried
-    w_pitch, x_pitch = 16 * (w_carried * lines + 1), 16 * (x_carried * lines + 1)
-    w_bytes = quads * w_pitch
-    buffer = w_bytes + quads * x_pitch
-    fetch_w, put_w, w_words = carrier(kind, w_carried, lines)
-    fetch_x, put_x, x_words = carrier(np.float32, x_carried, lines)
-    shared_words, put_quad = buffer // 2, quads // 2
+def multiplier(shape, w_pitch, x_pitch):
+    """How a thread multiplies a buffer: (load_quad, multiply_quad, multiply_quads). A quad is 4 elements of k.
+
+    load_quad(w, x, w_at, x_at, q): quad q of the thread's columns and rows, from shared memory into w and x.
+    multiply_quad(acc, w, x): adds the products of a quad, j increasing.
+    multiply_quads(acc, w, x, w_at, x_at, first, last): loads and multiplies quads first .. last - 1; with `ahead` it
+    multiplies what is loaded, and loads quads up to `last`."""
+    rows, columns, _, _, _, lanes, ahead = shape
+    w_apart, x_apart = 16 * lanes, 16 * (32 // lanes)
 
     @cuda.jit(device=True, forceinline=True)
     def load_quad(w, x, w_at, x_at, q):
         for c in range(columns):
-            w[c, 0], w[c, 1], w[c, 2], w[c, 3] = load_shared4(w_at + uint64(w_pitch * q + 16 * LANES_ACROSS * c))
+            w[c, 0], w[c, 1], w[c, 2], w[c, 3] = load_shared4(w_at + uint64(w_pitch * q + w_apart * c))
         for r in range(rows):
-            x[r, 0], x[r, 1], x[r, 2], x[r, 3] = load_shared4(x_at + uint64(x_pitch * q + 16 * LANES_DOWN * r))
+            x[r, 0], x[r, 1], x[r, 2], x[r, 3] = load_shared4(x_at + uint64(x_pitch * q + x_apart * r))
 
     @cuda.jit(device=True, forceinline=True)
     def multiply_quad(acc, w, x):
@@ -283,105 +275,174 @@ def tile_function(kind, shape):
 
     @cuda.jit(device=True, forceinline=True)
     def multiply_quads(acc, w, x, w_at, x_at, first, last):
-        for half in range(2):  # the compiler does not unroll a loop over all of them
-            for q in range(first if half == 0 else (first + last) // 2, (first + last) // 2 if half == 0 else last):
+        for q in range(first, last):
+            if ahead:
                 load_quad(w[(q + 1) & 1], x[(q + 1) & 1], w_at, x_at, q + 1)
                 multiply_quad(acc, w[q & 1], x[q & 1])
+            else:
+                load_quad(w[0], x[0], w_at, x_at, q)
+                multiply_quad(acc, w[0], x[0])
+
+    return load_quad, multiply_quad, multiply_quads
+
+
+@cuda.jit(device=True, forceinline=True)
+def first_line(each):
+    """The first row of a tile of which a thread brings elements. 32 / each threads bring GROUP elements of a row."""
+    return uint32(uint32(cuda.threadIdx.y * uint32(32) + cuda.threadIdx.x) * uint32(each)) >> uint32(5)
+
+
+def tile_function(kind, shape, each):
+    """multiply_tile(y, w, x, x_starts, row0, end, n, k, stride, add): a block's rows row0, row0 + 1, ... of y, those
+    below `end`. each: elements of w and x that a thread loads at once, 4 or 1; 4 if all their rows begin at multiples
+    of 4 elements. A thread carries rows first_line(each), first_line(each) + shape.lines(each), ... of the tile from x
+    to shared memory: from x[x_starts[0]], x[x_starts[1]], ... on."""
+    rows, columns, down, _, depth, lanes, ahead = shape
+    width, lines, lanes_down, place = shape.width, shape.lines(each), 32 // lanes, PLACES[lanes]
+    w_carried, x_carried = -(-width // lines), shape.carried(each)
+    w_pitch, x_pitch = 16 * (w_carried * lines + 1), 16 * (x_carried * lines + 1)
+    groups, quads, group_quads = depth // GROUP, depth // 4, GROUP // 4
+    x_buffer, buffer = quads * w_pitch, quads * (w_pitch + x_pitch)
+    shared_words = 2 * buffer // 4
+    fetch_w, put_w, w_words = carrier(kind, each, w_carried, lines)
+    fetch_x, put_x, x_words = carrier(np.float32, each, x_carried, lines)
+    load_quad, multiply_quad, multiply_quads = multiplier(shape, w_pitch, x_pitch)
+    middle, last = quads // 2, quads - 1 if ahead else quads
+    quarter, rest = middle // 2, (middle + last) // 2  # the compiler does not unroll loops over more quads
+
+    @cuda.jit(device=True, forceinline=True)
+    def fetch_tile(raw_w, raw_x, w, x, w_starts, x_starts, j, k):
+        for g in range(groups):
+            fetch_w(raw_w[g], w, w_starts, uint32(j + uint32(GROUP * g)), k)
+            fetch_x(raw_x[g], x, x_starts, uint32(j + uint32(GROUP * g)), k)
+
+    @cuda.jit(device=True, forceinline=True)
+    def put_tile(raw_w, raw_x, w_to, x_to):
+        for g in range(groups):
+            put_w(raw_w[g], w_to + uint64(w_pitch * group_quads * g))
+            put_x(raw_x[g], x_to + uint64(x_pitch * group_quads * g))
 
     @cuda.jit(device=True, forceinline=True)
     def multiply_tile(y, w, x, x_starts, row0, end, n, k, stride, add):
         lane, warp = uint32(cuda.threadIdx.x), uint32(cuda.threadIdx.y)
-        line, quad = first_line(), uint32(lane & uint32(7))
-        column0 = uint32(cuda.blockIdx.x * uint32(width))
-        w_starts = cuda.local.array(w_carried, uint32)
-        for i in range(w_carried):
-            w_starts[i] = uint32(min(uint32(column0 + line + uint32(i * lines)), uint32(n - uint32(1))) * k)
-        row = uint32(uint32(warp % uint32(down)) * uint32(LANES_DOWN * rows))
-        column = uint32(uint32(warp // uint32(down)) * uint32(LANES_ACROSS * columns))
+        column0 = uint32(uint32(cuda.blockIdx.x) * uint32(width))
+        row = uint32(uint32(warp % uint32(down)) * uint32(lanes_down * rows))
+        column = uint32(uint32(warp // uint32(down)) * uint32(lanes * columns))
         works = uint32(row0 + row) < end and uint32(column0 + column) < n
-        row = uint32(row + uint32(lane & uint32(1)) + uint32(uint32(lane >> uint32(3)) & uint32(2)))
-        column = uint32(column + uint32(uint32(lane >> uint32(1)) & uint32(7)))
+        row_of_lane, column_of_lane = place(lane)
+        row, column = uint32(row + row_of_lane), uint32(column + column_of_lane)
 
-        tile = shared_address(cuda.shared.array(shared_words, uint32, alignment=16))
-        w_to = tile + uint64(uint32(quad * uint32(w_pitch) + uint32(line << uint32(4))))
-        x_to = tile + uint64(uint32(quad * uint32(x_pitch) + uint32(line << uint32(4)))) + uint64(w_bytes)
-        w_at = tile + uint64(uint32(column << uint32(4)))
-        x_at = tile + uint64(uint32(row << uint32(4))) + uint64(w_bytes)
+        # What this thread carries: elements j, j + 1, ... of these rows of w and x.
+        line, j = first_line(each), uint32(lane * uint32(each)) & uint32(GROUP - 1)
+        w_starts = cuda.local.array(w_carried, uint32)
+        for i in range(w_carried):  # in place of rows past the last one the last one again
+            w_starts[i] = uint32(min(uint32(column0 + line + uint32(i * lines)), uint32(n - uint32(1))) * k)
+        raw_w = cuda.local.array((groups, w_carried, w_words), uint32)
+        raw_x = cuda.local.array((groups, x_carried, x_words), uint32)
 
-        raw_w = cuda.local.array((steps, w_carried, w_words), uint32)
-        raw_x = cuda.local.array((steps, x_carried, x_words), uint32)
+        # Addresses in shared memory, in the first buffer. *_to: where the thread stores what it carries; *_at: where
+        # its columns and rows are. The offset of the buffer in use, `here`, or of the next one is added to them.
+        w_at = shared_address(cuda.shared.array(shared_words, uint32, alignment=16))
+        x_at = w_at + uint64(x_buffer)
+        quad, to = uint32(j >> uint32(2)), uint32(line << uint32(4)) + uint32(uint32(j & uint32(3)) << uint32(2))
+        w_to = w_at + uint64(uint32(uint32(quad * uint32(w_pitch)) + to))
+        x_to = x_at + uint64(uint32(uint32(quad * uint32(x_pitch)) + to))
+        w_at, x_at = w_at + uint64(uint32(column << uint32(4))), x_at + uint64(uint32(row << uint32(4)))
+        here, following = uint64(0), uint64(buffer)
+
         weight = cuda.local.array((2, columns, 4), uint32)
         value = cuda.local.array((2, rows, 4), uint32)
         acc = cuda.local.array((rows, columns), float32)
         for r in range(rows):
             for c in range(columns):
                 acc[r, c] = float32(0.0)
-
-        j = uint32(quad << uint32(2))
-        for s in range(steps):
-            fetch_w(raw_w[s], w, w_starts, uint32(j + uint32(GROUP * s)), k)
-            fetch_x(raw_x[s], x, x_starts, uint32(j + uint32(GROUP * s)), k)
-        for s in range(steps):
-            put_w(raw_w[s], w_to + uint64(GROUP // 4 * w_pitch * s))
-            put_x(raw_x[s], x_to + uint64(GROUP // 4 * x_pitch * s))
+        fetch_tile(raw_w, raw_x, w, x, w_starts, x_starts, j, k)
+        put_tile(raw_w, raw_x, w_to, x_to)
         j = uint32(j + uint32(depth))
-        for s in range(steps):
-            fetch_w(raw_w[s], w, w_starts, uint32(j + uint32(GROUP * s)), k)
-            fetch_x(raw_x[s], x, x_starts, uint32(j + uint32(GROUP * s)), k)
+        fetch_tile(raw_w, raw_x, w, x, w_starts, x_starts, j, k)
         cuda.syncthreads()
-        load_quad(weight[0], value[0], w_at, x_at, 0)
+        if ahead:
+            load_quad(weight[0], value[0], w_at, x_at, 0)
 
-        here, following = uint64(0), uint64(buffer)
+        # One barrier for each tile. What a warp stores before it goes to the buffer that no warp reads any more.
         for _ in range(uint32(uint32(k + uint32(depth - 1)) // uint32(depth))):
+            w_here, x_here = w_at + here, x_at + here
             if works:
-                multiply_quads(acc, weight, value, w_at + here, x_at + here, 0, put_quad)
-            for s in range(steps):
-                put_w(raw_w[s], w_to + following + uint64(GROUP // 4 * w_pitch * s))
-                put_x(raw_x[s], x_to + following + uint64(GROUP // 4 * x_pitch * s))
+                multiply_quads(acc, weight, value, w_here, x_here, 0, quarter)
+                multiply_quads(acc, weight, value, w_here, x_here, quarter, middle)
+            put_tile(raw_w, raw_x, w_to + following, x_to + following)
             j = uint32(j + uint32(depth))
-            for s in range(steps):
-                fetch_w(raw_w[s], w, w_starts, uint32(j + uint32(GROUP * s)), k)
-                fetch_x(raw_x[s], x, x_starts, uint32(j + uint32(GROUP * s)), k)
+            fetch_tile(raw_w, raw_x, w, x, w_starts, x_starts, j, k)
             if works:
-                multiply_quads(acc, weight, value, w_at + here, x_at + here, put_quad, quads - 1)
+                multiply_quads(acc, weight, value, w_here, x_here, middle, rest)
+                multiply_quads(acc, weight, value, w_here, x_here, rest, last)
             cuda.syncthreads()
-            if works:
+            if ahead and works:
                 load_quad(weight[0], value[0], w_at + following, x_at + following, 0)
                 multiply_quad(acc, weight[1], value[1])
             here, following = following, here
 
         for r in range(rows):
-            at_row = uint32(row0 + row + uint32(LANES_DOWN * r))
+            to_row = uint32(row0 + row + uint32(lanes_down * r))
             for c in range(columns):
-                at_column = uint32(column0 + column + uint32(LANES_ACROSS * c))
-                at = uint32(at_row * stride + at_column)
-                if at_row < end and at_column < n:
-                    y[at] = y[at] + acc[r, c] if add else acc[r, c]
+                to_column = uint32(column0 + column + uint32(lanes * c))
+                at = uint32(to_row * stride + to_column)
+                if to_row < end and to_column < n:
+                    total = acc[r, c] + float32(0.0)  # 0, not -0: as zeros past the end of k make it
+                    y[at] = y[at] + total if add else total
 
     return multiply_tile
 
 
-@cuda.jit(device=True, forceinline=True)
-def first_line():
-    """The first row of a tile that a thread helps to bring to shared memory. 8 threads bring 32 elements of a row."""
-    return uint32(cuda.threadIdx.y * uint32(THREADS_PER_LINE)) + uint32(cuda.threadIdx.x >> uint32(3))
-
-
 @cache
-def gemm_kernel(kind, shape):
-    """The prefill kernel for one type of weights and a Shape."""
-    multiply_tile, lines, height, carried = tile_function(kind, shape), shape.lines, shape.height, shape.carried
+def gemm_kernel(kind, shape, each):
+    """The prefill kernel for one type of weights and a Shape; `each` as in `tile_function`."""
+    multiply_tile, height = tile_function(kind, shape, each), shape.height
+    lines, carried = shape.lines(each), shape.carried(each)
 
     @cuda.jit(launch_bounds=(32 * shape.warps, 1))
     def gemm_float_kernel(y, w, x, n, k, n_rows, stride, add):
-        row0 = uint32(cuda.blockIdx.y * uint32(height))
+        row0 = uint32(uint32(cuda.blockIdx.y) * uint32(height))
         x_starts = cuda.local.array(carried, uint32)
         for i in range(carried):  # in place of rows past the last one the last one again
-            line = uint32(first_line() + uint32(i * lines))
+            line = uint32(first_line(each) + uint32(i * lines))
             x_starts[i] = uint32(min(uint32(row0 + line), uint32(n_rows - uint32(1))) * k)
         multiply_tile(y, w, x, x_starts, row0, n_rows, n, k, stride, add)
 
     return gemm_float_kernel
+
+
+# The shapes of a real card. The emulated card takes one whose lanes lie side by side, since it loads neighbours fast.
+SHAPES = [Shape(8, 4, 2, 2), Shape(4, 4, 4, 2), Shape(4, 4, 2, 2), Shape(6, 3, 2, 2), Shape(4, 4, 2, 1),
+          Shape(2, 4, 4, 1, depth=64)]
+EMULATED = Shape(8, 1, 8, 2, lanes=32, ahead=False)
+
+
+def each_of(w, x):
+    """Elements of w and x that a thread loads at once: 4 if the rows of both begin at multiples of 4 elements."""
+    aligned = w.k % 4 == 0 and x.ptr % 16 == 0 and w.values.ptr % (4 * w.values.dtype.itemsize) == 0
+    return 4 if aligned else 1
+
+
+def tile_time(card, n, rows, shape):
+    """The time of a product, in cycles per 4 elements of k: that of the SM with the most blocks. A warp multiplies
+    shape.rows x shape.columns outputs and loads 16 bytes for each row and column of a thread. Each of the 4 partitions
+    of an SM issues one instruction per cycle; a load takes the SM's shared memory 2 cycles."""
+    warps = -(-block_count(n, rows, shape) // card.n_sms) * shape.warps
+    loads = shape.rows + shape.columns
+    return max(-(-warps // 4) * (4 * shape.rows * shape.columns + loads), warps * 2 * loads)
+
+
+def block_count(n, rows, shape):
+    """Blocks of threads of a product."""
+    return -(-n // shape.width) * -(-rows // shape.height)
+
+
+def shape_of(card, n, rows):
+    """The Shape with which a product takes the least time."""
+    if card.kind == "emulated":
+        return EMULATED
+    return min(SHAPES, key=lambda shape: tile_time(card, n, rows, shape))
 
 
 GEMV = {(kind, columns): gemv_kernel(at, columns) for kind, at in WEIGHT_AT.items() for columns in COLUMNS}
@@ -404,10 +465,10 @@ def gemv_float(card, y, stride, w, x, rows, add=False, *, stream=None):
 
 
 def gemm_float(card, y, stride, w, x, rows, add=False, *, stream=None, shape=None):
-    """Prefill family: arguments as `gemv_float`. One launch."""
-    shape = shape or SHAPES[0]
+    """Prefill family: arguments as `gemv_float`. One launch. shape: a Shape; by default the fastest."""
+    shape = shape or shape_of(card, w.n, rows)
     grid = (-(-w.n // shape.width), -(-rows // shape.height))
-    card.launch(gemm_kernel(np.dtype(w.values.dtype), shape), grid, (32, shape.warps), y.reshape(-1),
+    card.launch(gemm_kernel(np.dtype(w.values.dtype), shape, each_of(w, x)), grid, (32, shape.warps), y.reshape(-1),
                 as_words(w.values), x.reshape(-1), w.n, w.k, rows, stride, add, stream=stream)
 
 
