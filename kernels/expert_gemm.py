@@ -44,7 +44,7 @@ from numba.types import float32, uint32, uint64
 
 from kernels import float_matmul
 from kernels.bench import Case, main
-from kernels.float_matmul import CARRIED, ROWS, TILE_WARPS, WEIGHT_AT
+from kernels.float_matmul import ROWS, WEIGHT_AT, first_line
 from kernels.formats import BLOCK, FORMATS, as_words, on_card, product_reference, random_raw
 from kernels.intrinsics import array_at, load_floats4, store_floats4
 from kernels.operands import Experts, Matrix, Quantized
@@ -139,11 +139,12 @@ def grouped(format, height):
 
 # ---- floats ------------------------------------------------------------------------------------------------------
 
-def float_kernel(weight_at):
-    """The prefill kernel for one type of weights."""
-    multiply_tile = float_matmul.tile_function(weight_at)
+@cache
+def float_kernel(kind, shape, each):
+    """The prefill kernel for one type of weights; shape, each: as in float_matmul.tile_function."""
+    multiply_tile, lines, carried = float_matmul.tile_function(kind, shape, each), shape.lines(each), shape.carried(each)
 
-    @cuda.jit
+    @cuda.jit(launch_bounds=(32 * shape.warps, 1))
     def expert_gemm_float_kernel(y, w, x, places, order, tiles, n_tiles, n, k, n_used, stride):
         if uint32(cuda.blockIdx.y) >= uint32(n_tiles[0]):
             return
@@ -151,9 +152,9 @@ def float_kernel(weight_at):
         address = places[uint32(expert * uint32(2))]
         if address == uint64(0):
             return
-        x_starts = cuda.local.array(CARRIED, uint32)
-        for i in range(CARRIED):
-            line = uint32(cuda.threadIdx.y + uint32(i * TILE_WARPS))
+        x_starts = cuda.local.array(carried, uint32)
+        for i in range(carried):
+            line = uint32(first_line(each) + uint32(i * lines))
             x_starts[i] = uint32(source_row(order, min(uint32(first + line), uint32(end - uint32(1))), n_used) * k)
         multiply_tile(y, array_at(address, w), x, x_starts, first, end, n, k, stride, False)
 
@@ -180,7 +181,6 @@ def float_decode_kernel(weight_at):
     return expert_gemv_float_kernel
 
 
-FLOAT_GEMM = {kind: float_kernel(at) for kind, at in WEIGHT_AT.items()}
 FLOAT_GEMV = {kind: float_decode_kernel(at) for kind, at in WEIGHT_AT.items()}
 
 
@@ -233,10 +233,12 @@ def expert_gemm_float(card, y, stride, w, x, groups, n_pairs, n_used=None, *, st
     """As `expert_gemm`, with w Experts of floats and x float32."""
     n_experts = len(w.places)
     height = tile_rows(n_pairs, n_experts)
-    grid = -(-w.n // float_matmul.TILE_N), most_tiles(n_pairs, 1, n_experts, height)
-    card.launch(FLOAT_GEMM[np.dtype(w.home.values.dtype)], grid, (32, TILE_WARPS), y.reshape(-1),
-                float_matmul.as_words(w.home.values), x.reshape(-1), *_sorted(w, groups), w.n, w.k, n_used or 0, stride,
-                stream=stream)
+    shape, values = float_matmul.tallest(card), w.home.values
+    assert shape.height >= height
+    grid = -(-w.n // shape.width), most_tiles(n_pairs, 1, n_experts, height)
+    card.launch(float_kernel(np.dtype(values.dtype), shape, float_matmul.each_of(w.home, x)), grid, (32, shape.warps),
+                y.reshape(-1), float_matmul.as_words(values), x.reshape(-1), *_sorted(w, groups), w.n, w.k, n_used or 0,
+                stride, stream=stream)
 
 
 def _sorted(w, groups):

@@ -415,6 +415,7 @@ def gemm_kernel(kind, shape, each):
 # The shapes of a real card. The emulated card takes one whose lanes lie side by side, since it loads neighbours fast.
 SHAPES = [Shape(8, 4, 2, 2), Shape(4, 4, 4, 2), Shape(4, 4, 2, 2), Shape(6, 3, 2, 2), Shape(4, 4, 2, 1),
           Shape(2, 4, 4, 1, depth=64)]
+TALLEST = Shape(4, 4, 4, 2)
 EMULATED = Shape(8, 1, 8, 2, lanes=32, ahead=False)
 
 
@@ -446,6 +447,11 @@ def shape_of(card, n, rows):
 
 
 GEMV = {(kind, columns): gemv_kernel(at, columns) for kind, at in WEIGHT_AT.items() for columns in COLUMNS}
+
+
+def tallest(card):
+    """The Shape for tiles of up to 64 rows, of which few may be there."""
+    return EMULATED if card.kind == "emulated" else TALLEST
 
 
 # ---- launches: they write in place and never allocate -----------------------------------------------------
