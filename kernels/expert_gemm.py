@@ -142,7 +142,8 @@ def grouped(format, height):
 @cache
 def float_kernel(kind, shape, each):
     """The prefill kernel for one type of weights; shape, each: as in float_matmul.tile_function."""
-    multiply_tile, lines, carried = float_matmul.tile_function(kind, shape, each), shape.lines(each), shape.carried(each)
+    multiply_tile = float_matmul.tile_function(kind, shape, each)
+    lines, carried = shape.lines(each), shape.carried(each)
 
     @cuda.jit(launch_bounds=(32 * shape.warps, 1))
     def expert_gemm_float_kernel(y, w, x, places, order, tiles, n_tiles, n, k, n_used, stride):

@@ -13,15 +13,24 @@ the lanes. Up to eight rows of x share one reading of w. Pipe: fp32; bound by me
 loads one element at a time, a warp 64 or 128 bytes: about 80 % of read bandwidth is expected. Loads of 16 bytes per
 lane would be faster, but k may be of any size.
 
-Prefill, `gemm_float`: one fma chain per output, j increasing. A block of 8 warps makes 64 rows x 64 columns of y. Tiles
-of depth 32 pass through shared memory, with zeros past the end of k:
+Prefill, `gemm_float`: one fma chain per output, j increasing. A block of threads makes a tile of y. Its rows of w and
+of x pass through shared memory as float32, `depth` elements at a time, with zeros past the end of k. There are two
+buffers: while a block multiplies one, it fills the other, and the elements for the time after are on their way from
+global memory. In a buffer 4 elements of a row lie together (a quad), and beside them the same quad of the next row:
 
-        w  [32 j][64 + 1]  lane l reads columns l and l + 32
-        x  [64 rows][32 j]  the same for the whole warp
+        w  [depth / 4 quads][columns of the tile + 1][4]       x  [depth / 4 quads][rows of the tile + 1][4]
+                                                    + 1: threads that store the quads of one row use all 32 banks
+        a warp of 4 x 8 lanes                          lane (i, l) makes rows i, i + 4, i + 8, ... of the warp's rows
+        reads 4 x R rows of x and 8 x C columns of w                 and columns l, l + 8, l + 16, ... of its columns
 
-A warp makes 8 rows, a thread 8 x 2 outputs: 16 loads from shared memory per 64 fma. Pipe: fp32, expected 40 % of its
-peak. It serves small projections and models that are not quantised. A half2 version would be twice as fast and would
-round differently.
+A thread of R x C outputs makes R + C loads of 16 bytes for 4 R C fma. For 4 x 4 outputs 512 of 630 instructions of the
+loop are fma, 64 load from shared memory (sm_90). Shared memory gives 16 bytes to a warp's lanes in 2 cycles at best: it
+is the bound of small tiles on Hopper, whose fp32 pipe is twice as wide as Volta's. A `Shape` says what a tile is.
+Products for routers are small, 257 columns for 297 to 4,620 rows, and no SM should be idle: `shape_of` picks a tile.
+On the emulated card all lanes lie side by side, because it loads neighbours fast. All shapes have the same bits.
+
+Pipe: fp32. It serves routers, small projections and models that are not quantised. A half2 version would be twice as
+fast and would round differently.
 """
 
 from functools import cache, partial
@@ -412,7 +421,7 @@ def gemm_kernel(kind, shape, each):
     return gemm_float_kernel
 
 
-# The shapes of a real card. The emulated card takes one whose lanes lie side by side, since it loads neighbours fast.
+# The shapes of a real card.
 SHAPES = [Shape(8, 4, 2, 2), Shape(4, 4, 4, 2), Shape(4, 4, 2, 2), Shape(6, 3, 2, 2), Shape(4, 4, 2, 1),
           Shape(2, 4, 4, 1, depth=64)]
 TALLEST = Shape(4, 4, 4, 2)
@@ -495,7 +504,7 @@ def upload_matrix(card, w):
 
 
 def check(card, n, k, rows, kind, multiply, add=False):
-    """Multiplies random matrices by `multiply`, gemv_float or gemm_float, and returns the largest error as a fraction
+    """Multiplies random matrices by `multiply`, gemv_float or a gemm_float, and returns the largest error as a fraction
     of what rounding may do: 2**-24 of the sum of magnitudes for every fma of a chain (k of them, fewer in gemv) and for
     the addition to y."""
     rng = np.random.default_rng((n, k, rows))
@@ -511,7 +520,7 @@ def check(card, n, k, rows, kind, multiply, add=False):
     y[:rows, 1:n + 1] = np.nan
     assert np.isnan(y).all(), "wrote elsewhere"
     magnitude = matmul_reference(w & 0x7FFF if kind == np.uint16 else abs(w), abs(x)) + abs(before) * add
-    chain = k if multiply is gemm_float else -(-k // 32) + 5
+    chain = -(-k // 32) + 5 if multiply is gemv_float else k
     bound = (chain + 1) * 2.0**-24 * magnitude
     error = (abs(got - (matmul_reference(w, x) + before * add)) / bound).max()
     assert error <= 1
@@ -519,7 +528,8 @@ def check(card, n, k, rows, kind, multiply, add=False):
 
 
 TIMED = [(gemv_float, 1024, 1024, 1), (gemv_float, 16384, 4096, 1), (gemv_float, 4096, 4096, 8),
-         (gemm_float, 32, 1024, 256), (gemm_float, 2048, 2048, 256)]
+         (gemm_float, 32, 1024, 256), (gemm_float, 2048, 2048, 256), (gemm_float, 257, 2048, 297)]
+ROUTED = 924, 1848, 4620  # rows, for a router of 256 experts and the shared one's gate
 
 
 def cases(card):
@@ -529,14 +539,21 @@ def cases(card):
             for multiply in (gemv_float, gemm_float):
                 yield Case(f"{multiply.__name__} {TYPES[kind].name}, {'{} x {}, {} rows'.format(*case)}",
                            partial(check, card, *case, kind, multiply))
-    for multiply, n, k, rows in TIMED:
+    for case in TIMED:
         for kind in WEIGHT_AT:
-            w = Matrix(TYPES[kind].name, n, k, card.zeros((n, k), kind))
-            x = card.zeros((rows, k), np.float32)
-            y = card.alloc((rows, n), np.float32)
-            yield Case(f"time of {multiply.__name__} {TYPES[kind].name}, {n} x {k}, {rows} rows",
-                       launch=partial(multiply, card, y, n, w, x, rows),
-                       n_bytes=w.values.nbytes + x.nbytes + y.nbytes, n_ops=2 * n * k * rows, pipe="ffma")
+            yield timed(card, *case, kind)
+    if card.kind == "cuda":
+        for rows in ROUTED:
+            yield timed(card, gemm_float, 257, 2048, rows, np.dtype(np.float32))
+
+
+def timed(card, multiply, n, k, rows, kind):
+    w = Matrix(TYPES[kind].name, n, k, card.zeros((n, k), kind))
+    x = card.zeros((rows, k), np.float32)
+    y = card.alloc((rows, n), np.float32)
+    return Case(f"time of {multiply.__name__} {TYPES[kind].name}, {n} x {k}, {rows} rows",
+                launch=partial(multiply, card, y, n, w, x, rows),
+                n_bytes=w.values.nbytes + x.nbytes + y.nbytes, n_ops=2 * n * k * rows, pipe="ffma")
 
 
 if __name__ == "__main__":

@@ -13,8 +13,8 @@ import pytest
 import qengine
 from kernels import advance, assembler, attend_decode, attention, checkpoint
 from kernels import compile as compiler
-from kernels import (decode_tile, draft_head, draft_input, draft_list, expert_gemm, expert_gemv, gdn_decode,
-                     host_experts, kv_cache, ngram, norm, pool, q8_gemv, quantize, rope, route)
+from kernels import (decode_tile, draft_head, draft_input, draft_list, expert_gemm, expert_gemv, float_matmul,
+                     gdn_decode, host_experts, kv_cache, ngram, norm, pool, q8_gemv, quantize, rope, route)
 from kernels.card import Array
 from kernels.emulated.card import EmulatedCard
 from kernels.formats import FORMATS
@@ -178,14 +178,19 @@ def checks_of_the_delta_rule():
 
 
 def kernels_of_experts():
-    """Products of prompts with experts, of Q8_0 and of floats, those of floats in decode steps, and the sum."""
+    """Products of prompts with experts, of Q8_0 and of floats, those of floats in decode steps and without experts, and
+    the sum."""
     i, x, n, places = "int32[1]", "float32[1]", "uint32", "uint64[1]"
     for height in expert_gemm.HEIGHTS:
         kernel = expert_gemm.grouped(Q8_0, height)
         yield kernel, x, "int8[1]", "uint16[1]", "int8[1]", x, places, *[i] * 3, *[n] * 4
     for stored in expert_gemm.WEIGHT_AT:
         w = x if stored == np.float32 else "uint16[1]"
-        yield expert_gemm.FLOAT_GEMM[stored], x, w, x, places, *[i] * 3, *[n] * 4
+        for each in 4, 1:
+            yield (expert_gemm.float_kernel(stored, float_matmul.TALLEST, each), x, w, x, places, *[i] * 3,
+                   *[n] * 4)
+            for shape in float_matmul.SHAPES:
+                yield float_matmul.gemm_kernel(stored, shape, each), x, w, x, *[n] * 4, "bool"
         yield expert_gemm.FLOAT_GEMV[stored], x, w, x, places, i, *[n] * 4
     for n_used, is_shared in (8, True), (1, False), (31, True):
         yield expert_gemm.combine_kernel(n_used, is_shared), x, x, i, x, x, n
