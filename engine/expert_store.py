@@ -542,7 +542,7 @@ class ExpertStore:
         layers = {layer.number: layer.on_host() for layer in self.layers.values()}
         down = next(iter(layers.values())).down
         bring = self.window and self.window.bring
-        speed = measure_host(self.host, list(layers.values())[:MEASURED_LAYERS], self.n_used, bring)
+        speed = measure_host(self.host, list(layers.values())[:MEASURED_LAYERS], bring)
         self.miss = cost_of_a_miss(int(self.sizes.max()), down.n, link, speed)
         if self.miss.is_computed or self.host.refusal:
             self.reads_host = False
