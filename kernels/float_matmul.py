@@ -422,9 +422,7 @@ def gemm_kernel(kind, shape, each):
 
 
 # The shapes of a real card.
-SHAPES = [Shape(8, 4, 2, 2), Shape(4, 4, 4, 2), Shape(4, 4, 2, 2), Shape(6, 3, 2, 2), Shape(4, 4, 2, 1),
-          Shape(2, 4, 4, 1, depth=64)]
-TALLEST = Shape(4, 4, 4, 2)
+SHAPES = TALLEST, *_ = Shape(4, 4, 4, 2), Shape(4, 4, 2, 2), Shape(4, 4, 2, 1), Shape(2, 4, 4, 1, depth=64)
 EMULATED = Shape(8, 1, 8, 2, lanes=32, ahead=False)
 
 
