@@ -63,6 +63,54 @@ dp2a_hi = _instruction("dp2a.hi.s32.s32 $0, $1, $2, $3;", int32, uint32, uint32,
 prmt = _instruction("prmt.b32 $0, $1, $2, $3;", uint32, uint32, uint32, uint32,
                     doc="byte i of the result: nibble i of the selector picks, 0..3 from a, 4..7 from b")
 
+
+
+def _matrix_product(form, result, operand, n_a, n_b, n_c, doc):
+    """The intrinsic of one `mma`: (a, b, c) -> c + a . b, each a tuple of the words or numbers that a lane holds. All
+    lanes of a warp must take part."""
+    places, ends = [f"${i}" for i in range(2 * n_c + n_a + n_b)], (n_c, n_c + n_a, n_c + n_a + n_b)
+    packs = [", ".join(places[start:end]) for start, end in zip((0, *ends), (*ends, None))]
+    text = f"mma.sync.aligned.{form} " + ", ".join(f"{{{pack}}}" for pack in packs) + ";"
+    kinds = [result] * n_c + [operand] * (n_a + n_b) + [result] * n_c
+    constraints = ",".join(("=" if i < n_c else "") + _CONSTRAINT[kind] for i, kind in enumerate(kinds))
+    types = UniTuple(operand, n_a), UniTuple(operand, n_b), UniTuple(result, n_c)
+
+    def typing(context, a, b, c):
+        def codegen(context, builder, signature, values):
+            held = [value for tuple in values for value in cgutils.unpack_tuple(builder, tuple)]
+            words = ir.LiteralStructType([_IR[result]] * n_c)
+            product = builder.asm(ir.FunctionType(words, [value.type for value in held]), text, constraints, held, False)
+            return context.make_tuple(builder, types[2], [builder.extract_value(product, i) for i in range(n_c)])
+        return types[2](*types), codegen
+
+    typing.__doc__ = doc
+    return intrinsic(typing)
+
+
+# Which elements of the matrices lane 4 g + t holds (PTX ISA, "Matrix Fragments"), here of int8 with int32 sums:
+#
+#     a   word i + 2 h or, of 8 rows, word h     row g + 8 i, bytes 16 h + 4 t .. 16 h + 4 t + 3
+#     b   word h                                 column g, the same bytes
+#     c   number 2 i + j                         row g + 8 i, column 2 t + j
+
+mma_s8_16x8x32 = _matrix_product("m16n8k32.row.col.s32.s8.s8.s32", int32, uint32, 4, 2, 4,
+                                 "int8 [16, 32] . [32, 8] + int32 [16, 8], exact modulo 2**32; from sm_80 on")
+mma_s8_16x8x16 = _matrix_product("m16n8k16.row.col.s32.s8.s8.s32", int32, uint32, 2, 1, 4,
+                                 "int8 [16, 16] . [16, 8] + int32 [16, 8], exact modulo 2**32; from sm_80 on")
+mma_s8_8x8x16 = _matrix_product("m8n8k16.row.col.s32.s8.s8.s32", int32, uint32, 1, 1, 2,
+                                "int8 [8, 16] . [16, 8] + int32 [8, 8], exact modulo 2**32; from sm_75 on")
+
+# Of half precision, for Volta: lanes 4 q .. 4 q + 3 and 16 + 4 q .. 16 + 4 q + 3 make product q of four. Of them lane
+# 16 u + 4 q + p holds
+#
+#     a   half2 words 0, 1        row 4 u + p, elements 0 .. 3
+#     b   half2 words 0, 1        column 4 u + p, elements 0 .. 3
+#     c   number 4 e + 2 d + j    row 4 u + p % 2 + 2 d, column 4 e + p / 2 * 2 + j
+
+mma_f16_8x8x4 = _matrix_product("m8n8k4.row.col.f32.f16.f16.f32", float32, uint32, 2, 2, 8,
+                                "4 x float16 [8, 4] . [4, 8] + float32 [8, 8]. Exact for integers whose magnitudes add "
+                                "up to less than 2**24: in no other case does a card promise bits")
+
 opaque = _instruction("mov.b32 $0, $1;", uint32, uint32,
                       doc="a, of which the compiler knows nothing: so it keeps no address that it could make of it again")
 
@@ -433,6 +481,13 @@ def load_shared(context, address):
     """4 bytes at an address in shared memory -> uint32."""
     return uint32(types.uint64), lambda context, builder, signature, values: _load(
         context, builder, _shared_pointer(builder, values[0], 1), 1)
+
+
+@intrinsic
+def load_shared2(context, address):
+    """8 bytes at an address in shared memory -> 2 words."""
+    return UniTuple(uint32, 2)(types.uint64), lambda context, builder, signature, values: _load(
+        context, builder, _shared_pointer(builder, values[0], 2), 2)
 
 
 @intrinsic

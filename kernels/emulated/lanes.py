@@ -436,6 +436,9 @@ class Lanes:
         return UNIFORM if "idx" in instr.mods and source.uniform and shapes[2].const == 31 \
             or shapes[0].uniform and shapes[0].exact and not isinstance(instr.operands[0], Pair) else VARYING
 
+    def _mma(self, instr, shapes, bits):
+        return VARYING
+
     def _vote(self, instr, shapes, bits):
         members = shapes[1]
         return UNIFORM if members.uniform and members.exact else VARYING

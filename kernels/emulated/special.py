@@ -1,10 +1,10 @@
 """Special registers: where a thread is in its block and grid, and the clocks."""
 
-from .dots import Dots
 from .emit import WARP, const, vector_const
+from .tensor import Tensor
 
 
-class Special(Dots):
+class Special(Tensor):
     """The values of special registers, see `Operands`."""
 
     def special_scalar(self, name):
