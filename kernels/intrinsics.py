@@ -79,7 +79,8 @@ def _matrix_product(form, result, operand, n_a, n_b, n_c, doc):
         def codegen(context, builder, signature, values):
             held = [value for tuple in values for value in cgutils.unpack_tuple(builder, tuple)]
             words = ir.LiteralStructType([_IR[result]] * n_c)
-            product = builder.asm(ir.FunctionType(words, [value.type for value in held]), text, constraints, held, False)
+            function = ir.FunctionType(words, [value.type for value in held])
+            product = builder.asm(function, text, constraints, held, False)
             return context.make_tuple(builder, types[2], [builder.extract_value(product, i) for i in range(n_c)])
         return types[2](*types), codegen
 

@@ -69,8 +69,8 @@ class Tensor(Dots):
         def product(*words):
             a, b, c = words[:rows * depth], words[rows * depth:(rows + 1) * depth], words[(rows + 1) * depth:]
             fours = [(h, t) for h in range(depth) for t in range(4)]     # of bytes in k
-            left = {(i, *four): self._spread_rows(a[i + rows * four[0]], four[1]) for i in range(rows) for four in fours}
-            right = {(j, *four): self._spread_columns(b[four[0]], four[1], j) for j in range(2) for four in fours}
+            left = {(i, h, t): self._spread_rows(a[i + rows * h], t) for i in range(rows) for h, t in fours}
+            right = {(j, h, t): self._spread_columns(b[h], t, j) for j in range(2) for h, t in fours}
             sums = [self._add_dots(c[2 * i + j], [(left[i, *four], right[j, *four]) for four in fours])
                     for i in range(rows) for j in range(2)]
             return *sums, "true"

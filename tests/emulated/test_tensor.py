@@ -109,7 +109,8 @@ def test_the_intrinsics_of_bytes(card, form):
         pytest.skip(f"{card.name} has no {form} of int8")
     rows, depth = BYTES[form]
     a, b, c, want = random_bytes(np.random.default_rng(1), rows, depth)
-    got = run_intrinsic(card, INTRINSICS[form], int32, words_of_lanes(a, rows), words_of_lanes(b, 8), numbers_of_lanes(c))
+    held = words_of_lanes(a, rows), words_of_lanes(b, 8), numbers_of_lanes(c)
+    got = run_intrinsic(card, INTRINSICS[form], int32, *held)
     np.testing.assert_array_equal(got, numbers_of_lanes(want))
 
 
@@ -150,7 +151,8 @@ def test_the_intrinsic_of_halves(card):
     if card.kind != "emulated" and card.cc < (7, 0):
         pytest.skip(f"{card.name} has no mma of halves")
     a, b, c, want = random_halves(np.random.default_rng(3))
-    got = run_intrinsic(card, intrinsics.mma_f16_8x8x4, float32, halves_of_lanes(a), halves_of_lanes(b), sums_of_lanes(c))
+    held = halves_of_lanes(a), halves_of_lanes(b), sums_of_lanes(c)
+    got = run_intrinsic(card, intrinsics.mma_f16_8x8x4, float32, *held)
     np.testing.assert_array_equal(got, sums_of_lanes(want))
 
 
