@@ -101,6 +101,20 @@ mma_s8_16x8x16 = _matrix_product("m16n8k16.row.col.s32.s8.s8.s32", int32, uint32
 mma_s8_8x8x16 = _matrix_product("m8n8k16.row.col.s32.s8.s8.s32", int32, uint32, 1, 1, 2,
                                 "int8 [8, 16] . [16, 8] + int32 [8, 8], exact modulo 2**32; from sm_75 on")
 
+
+@intrinsic
+def load_matrices(context, address):
+    """Four matrices of 8 rows of 16 bytes from shared memory: lane 8 i + j gives the address of row j of matrix i.
+    Lane 4 g + t gets word t of row g of each: what `mma` takes of int8. All lanes must take part; from sm_75 on."""
+    def codegen(context, builder, signature, values):
+        words, pointer = ir.LiteralStructType([ir.IntType(32)] * 4), ir.IntType(32).as_pointer(_SHARED)
+        text = "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {$0, $1, $2, $3}, [$4];"
+        loaded = builder.asm(ir.FunctionType(words, [pointer]), text, "=r,=r,=r,=r,l,~{memory}",
+                             [builder.inttoptr(values[0], pointer)], True)
+        return context.make_tuple(builder, UniTuple(uint32, 4), [builder.extract_value(loaded, i) for i in range(4)])
+    return UniTuple(uint32, 4)(uint64), codegen
+
+
 # Of half precision, for Volta: lanes 4 q .. 4 q + 3 and 16 + 4 q .. 16 + 4 q + 3 make product q of four. Of them lane
 # 16 u + 4 q + p holds
 #

@@ -34,7 +34,7 @@ from numba.types import float32, int32, uint32, uint64
 from kernels import q8_gemm
 from kernels.bench import Case, main
 from kernels.formats import BLOCK, FORMATS, as_words, on_card, random_raw
-from kernels.intrinsics import (BIAS_WORD, dp4a, float_as_word, load_shared, load_shared2, load_words4,
+from kernels.intrinsics import (BIAS_WORD, dp4a, float_as_word, load_shared, load_matrices, load_shared2, load_words4,
                                 mma_s8_16x8x16, mma_s8_16x8x32, shared_address, store_shared, store_shared4, unbias,
                                 warp_number, word_as_float)
 from kernels.operands import Matrix, Quantized
@@ -89,8 +89,7 @@ def carriers(format, shape):
 
     @cuda.jit(device=True, forceinline=True)
     def places(thread):
-        first = uint32(uint32(thread << uint32(5)) + uint32(uint32(thread & uint32(4)) << uint32(2)))
-        return first, uint32(first ^ uint32(16))
+        return place_of_half(thread, uint32(0)), place_of_half(thread, uint32(1))
 
     @cuda.jit(device=True, forceinline=True)
     def begin_halves(starts, first, last, thread, blocks):
@@ -114,16 +113,15 @@ def carriers(format, shape):
 
     @cuda.jit(device=True, forceinline=True)
     def places_of_halves(thread):
-        first = place_of_half(thread)
+        first = place_of_half(uint32(thread >> uint32(1)), uint32(thread & uint32(1)))
         return first, uint32(first + uint32(16 * threads))
 
     return (begin_halves, fetch_halves, places_of_halves) if format.bits == 8 else (begin, fetch, places)
 
 
 @cuda.jit(device=True, forceinline=True)
-def place_of_half(thread):
-    """Where the half of a block that a thread carries goes: half thread % 2 of row thread / 2."""
-    row, half = uint32(thread >> uint32(1)), uint32(thread & uint32(1))
+def place_of_half(row, half):
+    """Where 16 bytes of a row lie in shared memory."""
     swapped = uint32(half ^ uint32(uint32(row >> uint32(2)) & uint32(1)))
     return uint32(uint32(row << uint32(5)) + uint32(swapped << uint32(4)))
 
@@ -133,37 +131,25 @@ def two_dots(format):
     return format.halves or format.float_scales == 2
 
 
-def lane_functions(format, shape):
-    """What a lane does with its words and dots: (load_pair, multiply, add_dots).
+def lane_functions(format):
+    """What a warp does with the words of x and w: (multiply, add_dots).
 
-    load_pair(at, other, offset): the lane's two words of a row, the second from the other half where there are two
-    dots. multiply(dots, a, b): dots int32 [4] or, where there are two for a block, [8] <- the dots of 16 rows x 8
-    columns. add_dots(acc, dots, w_scales, x_scales): adds the scaled dots to acc float32 [4].
+    multiply(dots, a, b, bias): dots int32 [4] or, where there are two for a block, [8] <- BIAS_WORD + the dots of 16
+    rows x 8 columns. add_dots(acc, dots, w_scales, x_scales): adds the scaled dots to acc float32 [4].
     """
     minima, integers, n_scales = format.minima, format.halves, format.n_scales
     first_minimum, apart = n_scales - minima, format.float_scales == 2
-    tile_bias = uint32(BIAS_WORD)
 
     @cuda.jit(device=True, forceinline=True)
-    def load_words(at, other, offset):
-        return load_shared(at + uint64(offset)), load_shared(other + uint64(offset))
-
-    @cuda.jit(device=True, forceinline=True)
-    def load_both(at, other, offset):
-        return load_shared2(at + uint64(offset))
-
-    @cuda.jit(device=True, forceinline=True)
-    def multiply_whole(dots, a, b):
-        bias = int32(tile_bias)
-        made = mma_s8_16x8x32((a[0], a[1], a[2], a[3]), (b[0], b[1]), (bias, bias, bias, bias))
+    def multiply_whole(dots, a, b, bias):
+        made = mma_s8_16x8x32((a[0], a[1], a[2], a[3]), (b[0], b[1]), (bias[0], bias[1], bias[2], bias[3]))
         for i in range(4):
             dots[i] = made[i]
 
     @cuda.jit(device=True, forceinline=True)
-    def multiply_halves(dots, a, b):
-        bias = int32(tile_bias)
+    def multiply_halves(dots, a, b, bias):
         for h in range(2):
-            made = mma_s8_16x8x16((a[2 * h], a[2 * h + 1]), (b[h],), (bias, bias, bias, bias))
+            made = mma_s8_16x8x16((a[2 * h], a[2 * h + 1]), (b[h],), (bias[0], bias[1], bias[2], bias[3]))
             for i in range(4):
                 dots[4 * h + i] = made[i]
 
@@ -182,7 +168,7 @@ def lane_functions(format, shape):
                 for m in range(minima):
                     acc[at] = cuda.fma(word_as_float(w_scales[first_minimum + m, j]), x_scales[1 + m, i], acc[at])
 
-    return (load_words, multiply_halves, add_dots) if two_dots(format) else (load_both, multiply_whole, add_dots)
+    return (multiply_halves if two_dots(format) else multiply_whole), add_dots
 
 
 def tensor_kernel(format, shape):
@@ -193,12 +179,13 @@ def tensor_kernel(format, shape):
     assert each * threads == tile_columns
     x_parts, carrying = max(2 * tile_rows // threads, 1), min(2 * tile_rows // 32, threads // 32)
     begin, fetch, places = carriers(format, shape)
-    load_pair, multiply, add_dots = lane_functions(format, shape)
+    multiply, add_dots = lane_functions(format)
     unpack, integers, load_book, n_dots = format.unpack, format.halves, format.load_book, 8 if two_dots(format) else 4
     per_row = 1 + minima
     xd_at, w_at = BLOCK * tile_rows, (BLOCK + 4 * per_row) * tile_rows
     wd_at = w_at + BLOCK * tile_columns
     buffer = wd_at + 4 * n_scales * tile_columns
+    together = 16 // n_dots     # products at a time: their dots wait in registers
     shared_words, is_partial = 2 * buffer // 4, carrying < threads // 32
 
     @cuda.jit(device=True, forceinline=True)
@@ -244,25 +231,26 @@ def tensor_kernel(format, shape):
             scales[p] = xd[uint32(uint32(x_from[p] >> uint32(5)) + b)]
 
     @cuda.jit(device=True, forceinline=True)
-    def multiply_block(acc, x_here, x_other, w_here, w_other, xd_here, wd_here):
+    def multiply_block(acc, bias, x_here, w_here, xd_here, wd_here):
         """acc += one block of k."""
         b, w_scales = cuda.local.array((columns, 2), uint32), cuda.local.array((columns, n_scales, 2), uint32)
+        for c in range(0, columns, 2):
+            b[c, 0], b[c, 1], b[c + 1, 0], b[c + 1, 1] = load_matrices(w_here + uint64(8 * BLOCK * c))
         for c in range(columns):
-            b[c, 0], b[c, 1] = load_pair(w_here, w_other, 8 * BLOCK * c)
             for s in range(n_scales):
                 w_scales[c, s, 0], w_scales[c, s, 1] = load_shared2(wd_here + uint64(4 * tile_columns * s + 32 * c))
         for r in range(rows):
             a, x_scales = cuda.local.array(4, uint32), cuda.local.array((per_row, 2), float32)
-            a[0], a[2] = load_pair(x_here, x_other, 16 * BLOCK * r)
-            a[1], a[3] = load_pair(x_here, x_other, 16 * BLOCK * r + 8 * BLOCK)
+            a[0], a[1], a[2], a[3] = load_matrices(x_here + uint64(16 * BLOCK * r))
             for p in range(per_row):
                 for i in range(2):
                     x_scales[p, i] = word_as_float(load_shared(xd_here + uint64(4 * tile_rows * p + 64 * r + 32 * i)))
-            dots = cuda.local.array((columns, n_dots), int32)
-            for c in range(columns):
-                multiply(dots[c], a, b[c])
-            for c in range(columns):
-                add_dots(acc[r, c], dots[c], w_scales[c], x_scales)
+            dots = cuda.local.array((together, n_dots), int32)
+            for first in range(0, columns, together):
+                for c in range(together):
+                    multiply(dots[c], a, b[first + c], bias)
+                for c in range(together):
+                    add_dots(acc[r, first + c], dots[c], w_scales[first + c], x_scales)
 
     @cuda.jit(launch_bounds=(threads, resident))
     def gemm_tensor_kernel(y, wq, wd, xq, xd, n, k, n_rows, stride, add):
@@ -289,20 +277,18 @@ def tensor_kernel(format, shape):
         first_place, second_place = places(thread)
         w_to, w_second = start + uint64(w_at) + uint64(first_place), start + uint64(w_at) + uint64(second_place)
         wd_to = start + uint64(wd_at) + uint64(uint32(thread << uint32(2)))
-        x_to = start + uint64(place_of_half(thread))
+        x_to = start + uint64(place_of_half(uint32(thread >> uint32(1)), uint32(thread & uint32(1))))
         odd = uint32(thread & uint32(1))
         xd_to = start + uint64(xd_at) + uint64(uint32(uint32(thread >> uint32(1)) << uint32(2))) + uint64(
             uint32(odd * uint32(4 * tile_rows)))
         warp_row = uint32(uint32(warp % uint32(down)) * uint32(16 * rows))
         warp_column = uint32(uint32(warp // uint32(down)) * uint32(8 * columns))
         g, t = uint32(lane >> uint32(2)), uint32(lane & uint32(3))
-        inside = uint32(uint32(t << uint32(2 if n_dots == 8 else 3)) ^ uint32(lane & uint32(16)))
-        own = uint32(uint32(g << uint32(5)) + inside)
-        other = uint32(uint32(g << uint32(5)) + uint32(inside ^ uint32(16)))
-        x_here = start + uint64(uint32(warp_row << uint32(5))) + uint64(own)
-        x_other = start + uint64(uint32(warp_row << uint32(5))) + uint64(other)
-        w_here = start + uint64(w_at) + uint64(uint32(warp_column << uint32(5))) + uint64(own)
-        w_other = start + uint64(w_at) + uint64(uint32(warp_column << uint32(5))) + uint64(other)
+        x_row, x_half = uint32(lane & uint32(15)), uint32(lane >> uint32(4))
+        w_row = uint32(uint32(lane & uint32(7)) + uint32(uint32(lane >> uint32(4)) << uint32(3)))
+        w_half = uint32(uint32(lane >> uint32(3)) & uint32(1))
+        x_here = start + uint64(uint32(warp_row << uint32(5))) + uint64(place_of_half(x_row, x_half))
+        w_here = start + uint64(w_at) + uint64(uint32(warp_column << uint32(5))) + uint64(place_of_half(w_row, w_half))
         xd_here = start + uint64(xd_at) + uint64(uint32(warp_row << uint32(2))) + uint64(uint32(g << uint32(2)))
         wd_here = start + uint64(wd_at) + uint64(uint32(warp_column << uint32(2))) + uint64(uint32(t << uint32(3)))
 
@@ -311,6 +297,9 @@ def tensor_kernel(format, shape):
             for c in range(columns):
                 for i in range(4):
                     acc[r, c, i] = float32(0.0)
+        bias = cuda.local.array(4, int32)
+        for i in range(4):
+            bias[i] = int32(uint32(BIAS_WORD) | uint32(k & uint32(1 << i)))
         book = load_book(thread, uint32(threads))
         fetch(raw, wq, wd, starts, blocks, uint32(0))
         put_columns(raw, w_to, w_second, wd_to, book)
@@ -332,7 +321,7 @@ def tensor_kernel(format, shape):
             fetch(raw, wq, wd, starts, blocks, b)
             if carries:
                 fetch_rows(x_words, x_scales, xq, xd, x_from, b)
-            multiply_block(acc, x_here + now, x_other + now, w_here + now, w_other + now, xd_here + now, wd_here + now)
+            multiply_block(acc, bias, x_here + now, w_here + now, xd_here + now, wd_here + now)
             cuda.syncthreads()
             now, following = following, now
             block = uint32(block + uint32(1))

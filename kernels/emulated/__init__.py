@@ -25,7 +25,7 @@ which takes what floats need from floats.py. tests/emulated/test_opcode_table.py
     bits.py         and or xor not cnot shl shr shf popc clz brev bfind bfe bfi prmt lop3
     conversions.py  setp set selp slct cvt
     dots.py         dp4a dp2a
-    tensor.py       mma
+    tensor.py       mma ldmatrix
     special.py      (reads of special registers: %tid, %ctaid, %laneid, %clock, %globaltimer ...)
     memory.py       ld st atom red shfl vote match activemask membar fence nanosleep prefetch bar.warp
     printing.py     vprintf

@@ -439,6 +439,8 @@ class Lanes:
     def _mma(self, instr, shapes, bits):
         return VARYING
 
+    _ldmatrix = _mma
+
     def _vote(self, instr, shapes, bits):
         members = shapes[1]
         return UNIFORM if members.uniform and members.exact else VARYING

@@ -1,4 +1,4 @@
-"""Products of small matrices whose elements lie spread over the lanes of a warp: mma.
+"""Products of small matrices whose elements lie spread over the lanes of a warp: mma, and ldmatrix, which spreads them.
 
 Which lane holds which elements: kernels/intrinsics.py. A product of int8 is exact. A card adds products of halves in an
 order and with a rounding of its own. So the emulated card accepts only what is exact in any order, and stops the kernel
@@ -7,7 +7,7 @@ than 2**24.
 """
 
 from .dots import Dots
-from .emit import WARP, const
+from .emit import WARP, const, vector_const
 
 # Form of an mma of int8 -> (blocks of 8 rows, blocks of 16 bytes of k).
 _BYTES = {"m16n8k32": (2, 2), "m16n8k16": (2, 1), "m8n8k16": (1, 1)}
@@ -15,7 +15,21 @@ _EXACT = "1.6777216e+07"
 
 
 class Tensor(Dots):
-    """mma."""
+    """mma and ldmatrix."""
+
+    def op_ldmatrix(self, instr):
+        if instr.mods != ("sync", "aligned", "m8n8", "x4", "shared", "b16") or len(instr.operands[0].items) != 4:
+            raise instr.unsupported()
+        registers, place = instr.operands[0].items, instr.operands[1]
+        self._need_all_lanes()
+        self.note_access(instr, place, 16)
+        rows = self.vector(place.base, "i64")
+        rows = self.op("add", "i64", WARP, rows, const("i64", WARP, place.offset)) if place.offset else rows
+        words = vector_const("i64", [lane % 4 * 4 for lane in range(WARP)])
+        for i, register in enumerate(registers):
+            own = self.shuffle("i64", WARP, rows, [8 * i + lane // 4 for lane in range(WARP)])
+            pointers = self.pointer(WARP, self.op("add", "i64", WARP, own, words))
+            self.put(register, "i32", WARP, self.gather("i32", 4, pointers))
 
     def op_mma(self, instr):
         how, shape, kinds = instr.mods[:2] + instr.mods[3:5], instr.mods[2], instr.mods[5:]
@@ -39,9 +53,8 @@ class Tensor(Dots):
         made = self.outlined(".".join([instr.name, *instr.mods]), result,
                              lambda *values: self._struct(result, whole, product(*values)), *arguments)
         *numbers, exact = (self.let(f"extractvalue {result} {made}, {i}") for i in range(len(whole)))
+        self._need_all_lanes()
         self._go_on_if(exact)
-        if self.mask is not None:
-            self._go_on_if(self.compare("eq", "i32", 1, self.mask, "-1"))
         for register, value in zip(packs[0], numbers):
             self.put(register, t, WARP, value)
 
@@ -54,6 +67,10 @@ class Tensor(Dots):
         for i, (kind, value) in enumerate(zip(kinds, values)):
             made = self.let(f"insertvalue {result} {made}, {kind} {value}, {i}")
         return made
+
+    def _need_all_lanes(self):
+        if self.mask is not None:
+            self._go_on_if(self.compare("eq", "i32", 1, self.mask, "-1"))
 
     def _go_on_if(self, right):
         """Stops the kernel unless `right`."""

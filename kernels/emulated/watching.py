@@ -68,7 +68,7 @@ class Watching(Translator):
 
 def access_kind(instr):
     """The flags of a load, store or atomic instruction."""
-    kinds = {"ld": READ, "st": WRITE, "red": WRITE | ATOMIC, "atom": READ | WRITE | ATOMIC}
+    kinds = {"ld": READ, "ldmatrix": READ, "st": WRITE, "red": WRITE | ATOMIC, "atom": READ | WRITE | ATOMIC}
     return kinds[instr.name] | SHARED * ("shared" in instr.mods) | LOCAL * ("local" in instr.mods)
 
 
