@@ -48,10 +48,16 @@ class Shape(NamedTuple):
     down: int       # warps one below the other
     across: int     # warps side by side
     resident: int   # blocks of threads for which an SM has registers
+    converts: bool  # dots become floats by a conversion; otherwise by their bias
 
     @property
     def threads(self):
         return 32 * self.down * self.across
+
+    @property
+    def carriers(self):
+        """Threads that carry columns; each carries one or several."""
+        return min(self.threads, self.tile_columns)
 
     @property
     def tile_rows(self):
@@ -73,7 +79,7 @@ def carriers(format, shape):
     A thread carries whole blocks, since it unpacks them. Q8_0 has nothing to unpack: two neighbouring threads carry
     the halves of one column's block, and then those of another's, so that a load touches half as many cache lines.
     """
-    starts_of, fetch_block, threads = format.starts, format.fetch, shape.threads
+    starts_of, fetch_block, threads = format.starts, format.fetch, shape.carriers
     each = shape.tile_columns // threads
 
     @cuda.jit(device=True, forceinline=True)
@@ -131,14 +137,14 @@ def two_dots(format):
     return format.halves or format.float_scales == 2
 
 
-def lane_functions(format):
+def lane_functions(format, converts):
     """What a warp does with the words of x and w: (multiply, add_dots).
 
     multiply(dots, a, b, bias): dots int32 [4] or, where there are two for a block, [8] <- BIAS_WORD + the dots of 16
     rows x 8 columns. add_dots(acc, dots, w_scales, x_scales): adds the scaled dots to acc float32 [4].
     """
     minima, integers, n_scales = format.minima, format.halves, format.n_scales
-    first_minimum, apart = n_scales - minima, format.float_scales == 2
+    first_minimum, apart, as_float = n_scales - minima, format.float_scales == 2, float32 if converts else unbias
 
     @cuda.jit(device=True, forceinline=True)
     def multiply_whole(dots, a, b, bias):
@@ -158,13 +164,13 @@ def lane_functions(format):
         for i in range(2):
             for j in range(2):
                 at = 2 * i + j
-                total = unbias(dots[at])
+                total = as_float(dots[at])
                 if integers:
-                    total = cuda.fma(unbias(dots[4 + at]), word_as_float(w_scales[2, j]),
+                    total = cuda.fma(as_float(dots[4 + at]), word_as_float(w_scales[2, j]),
                                      total * word_as_float(w_scales[1, j]))
                 acc[at] = cuda.fma(total, word_as_float(w_scales[0, j]) * x_scales[0, i], acc[at])
                 if apart:
-                    acc[at] = cuda.fma(unbias(dots[4 + at]), word_as_float(w_scales[1, j]) * x_scales[0, i], acc[at])
+                    acc[at] = cuda.fma(as_float(dots[4 + at]), word_as_float(w_scales[1, j]) * x_scales[0, i], acc[at])
                 for m in range(minima):
                     acc[at] = cuda.fma(word_as_float(w_scales[first_minimum + m, j]), x_scales[1 + m, i], acc[at])
 
@@ -173,20 +179,21 @@ def lane_functions(format):
 
 def tensor_kernel(format, shape):
     """The kernel for a weight format and a Shape."""
-    rows, columns, down, _, resident = shape
-    threads, tile_rows, tile_columns = shape.threads, shape.tile_rows, shape.tile_columns
-    each, n_scales, minima, raw_words = tile_columns // threads, format.n_scales, format.minima, format.raw_words
-    assert each * threads == tile_columns
+    rows, columns, down, _, resident, converts = shape
+    threads, tile_rows, tile_columns, w_threads = shape.threads, shape.tile_rows, shape.tile_columns, shape.carriers
+    each, n_scales, minima, raw_words = tile_columns // w_threads, format.n_scales, format.minima, format.raw_words
+    assert each * w_threads == tile_columns
     x_parts, carrying = max(2 * tile_rows // threads, 1), min(2 * tile_rows // 32, threads // 32)
     begin, fetch, places = carriers(format, shape)
-    multiply, add_dots = lane_functions(format)
+    multiply, add_dots = lane_functions(format, converts)
     unpack, integers, load_book, n_dots = format.unpack, format.halves, format.load_book, 8 if two_dots(format) else 4
     per_row = 1 + minima
     xd_at, w_at = BLOCK * tile_rows, (BLOCK + 4 * per_row) * tile_rows
     wd_at = w_at + BLOCK * tile_columns
     buffer = wd_at + 4 * n_scales * tile_columns
     together = 16 // n_dots     # products at a time: their dots wait in registers
-    shared_words, is_partial = 2 * buffer // 4, carrying < threads // 32
+    shared_words, is_partial, w_warps = 2 * buffer // 4, carrying < threads // 32, w_threads // 32
+    w_is_partial = w_threads < threads
 
     @cuda.jit(device=True, forceinline=True)
     def put_columns(raw, first, second, scale_to, book):
@@ -197,10 +204,10 @@ def tensor_kernel(format, shape):
             if integers:
                 scales[1] = float_as_word(float32(int32(scales[1])))
                 scales[2] = float_as_word(float32(int32(scales[2])))
-            store_shared4(first + uint64(BLOCK * threads * i), w[0], w[1], w[2], w[3])
-            store_shared4(second + uint64(BLOCK * threads * i), w[4], w[5], w[6], w[7])
+            store_shared4(first + uint64(BLOCK * w_threads * i), w[0], w[1], w[2], w[3])
+            store_shared4(second + uint64(BLOCK * w_threads * i), w[4], w[5], w[6], w[7])
             for s in range(n_scales):
-                store_shared(scale_to + uint64(4 * (tile_columns * s + threads * i)), scales[s])
+                store_shared(scale_to + uint64(4 * (tile_columns * s + w_threads * i)), scales[s])
 
     @cuda.jit(device=True, forceinline=True)
     def put_rows(words, scales, to, scale_to):
@@ -260,7 +267,7 @@ def tensor_kernel(format, shape):
             cuda.blockIdx.y * uint32(tile_columns))
         blocks = uint32(k >> uint32(5))
         last = uint32(blocks - uint32(1))
-        carries = not is_partial or warp < uint32(carrying)
+        carries, w_carries = not is_partial or warp < uint32(carrying), not w_is_partial or warp < uint32(w_warps)
 
         # What this thread carries from global to shared memory.
         starts, raw = cuda.local.array((each, 3), uint32), cuda.local.array((each, raw_words), uint32)
@@ -299,26 +306,30 @@ def tensor_kernel(format, shape):
                     acc[r, c, i] = float32(0.0)
         bias = cuda.local.array(4, int32)
         for i in range(4):
-            bias[i] = int32(uint32(BIAS_WORD) | uint32(k & uint32(1 << i)))
+            bias[i] = int32(0) if converts else int32(uint32(BIAS_WORD) | uint32(k & uint32(1 << i)))
         book = load_book(thread, uint32(threads))
-        fetch(raw, wq, wd, starts, blocks, uint32(0))
-        put_columns(raw, w_to, w_second, wd_to, book)
+        if w_carries:
+            fetch(raw, wq, wd, starts, blocks, uint32(0))
+            put_columns(raw, w_to, w_second, wd_to, book)
         if carries:
             fetch_rows(x_words, x_scales, xq, xd, x_from, uint32(0))
             put_rows(x_words, x_scales, x_to, xd_to)
         b = min(uint32(1), last)
-        fetch(raw, wq, wd, starts, blocks, b)
+        if w_carries:
+            fetch(raw, wq, wd, starts, blocks, b)
         if carries:
             fetch_rows(x_words, x_scales, xq, xd, x_from, b)
         cuda.syncthreads()
         now, following = uint64(0), uint64(buffer)
         block = uint32(0)
         while block < blocks:
-            put_columns(raw, w_to + following, w_second + following, wd_to + following, book)
+            if w_carries:
+                put_columns(raw, w_to + following, w_second + following, wd_to + following, book)
             if carries:
                 put_rows(x_words, x_scales, x_to + following, xd_to + following)
             b = min(uint32(block + uint32(2)), last)
-            fetch(raw, wq, wd, starts, blocks, b)
+            if w_carries:
+                fetch(raw, wq, wd, starts, blocks, b)
             if carries:
                 fetch_rows(x_words, x_scales, xq, xd, x_from, b)
             multiply_block(acc, bias, x_here + now, w_here + now, xd_here + now, wd_here + now)
@@ -340,7 +351,12 @@ def tensor_kernel(format, shape):
     return gemm_tensor_kernel
 
 
-SHAPES = {"64 x 128": Shape(4, 4, 1, 4, 3), "128 x 128": Shape(4, 8, 2, 2, 2), "32 x 128": Shape(2, 4, 1, 4, 4)}
+TILES = {"64 x 128": (4, 4, 1, 4, 3), "32 x 128": (2, 4, 1, 4, 4), "128 x 128": (4, 8, 2, 2, 2),
+         "128 x 128 of 8 warps": (4, 4, 2, 4, 2), "128 x 256": (4, 8, 2, 4, 1), "192 x 128": (4, 4, 3, 4, 1),
+         "128 x 192": (4, 4, 2, 6, 1)}
+SHAPES = {name + " converted" * converts: Shape(*tile, converts) for converts in (False, True)
+          for name, tile in TILES.items()}
+
 
 
 @cache
@@ -363,6 +379,9 @@ def gemm(card, y, stride, w, x, rows, add=False, *, stream=None, shape=SHAPES["6
 
 # ---- check and time ----------------------------------------------------------------------------------------
 
+TIMED = [(12288, 4096, 4096), (24576, 4096, 1160), (4096, 4096, 4096), (4096, 4096, 297)]      # n, k, rows
+
+
 def check(card, n, k, rows, add=False, shape=SHAPES["64 x 128"], format=FORMATS["Q8_0"]):
     """Multiplies random matrices as q8_gemm.check does, and compares the bits with those of kernels/q8_gemm.py."""
     def both(card, y, *rest):
@@ -373,14 +392,13 @@ def check(card, n, k, rows, add=False, shape=SHAPES["64 x 128"], format=FORMATS[
 
 
 def cases(card):
+    """The checks of all shapes, then their times beside those of dp4a."""
     for name, shape in SHAPES.items():
         for case in q8_gemm.CASES:
             yield Case("{} x {}, {} rows, ".format(*case) + name, partial(check, card, *case, shape=shape))
-    sizes = [(512, 512, 64)] if card.kind == "emulated" else [
-        (12288, 4096, 4096), (24576, 4096, 1160), (4096, 4096, 4096), (4096, 4096, 297)]
-    for size in sizes:
+    for size in [(512, 512, 64)] if card.kind == "emulated" else TIMED:
         for name, shape in SHAPES.items():
-            yield timed(card, f"tensor {name}", partial(gemm, shape=shape), FORMATS["Q8_0"], *size)
+            yield timed(card, name, partial(gemm, shape=shape), FORMATS["Q8_0"], *size)
         yield timed(card, "dp4a", q8_gemm.gemm, FORMATS["Q8_0"], *size)
 
 
