@@ -314,25 +314,20 @@ def tensor_kernel(format, shape):
         if carries:
             fetch_rows(x_words, x_scales, xq, xd, x_from, uint32(0))
             put_rows(x_words, x_scales, x_to, xd_to)
-        b = min(uint32(1), last)
-        if w_carries:
-            fetch(raw, wq, wd, starts, blocks, b)
-        if carries:
-            fetch_rows(x_words, x_scales, xq, xd, x_from, b)
         cuda.syncthreads()
         now, following = uint64(0), uint64(buffer)
         block = uint32(0)
         while block < blocks:
-            if w_carries:
-                put_columns(raw, w_to + following, w_second + following, wd_to + following, book)
-            if carries:
-                put_rows(x_words, x_scales, x_to + following, xd_to + following)
-            b = min(uint32(block + uint32(2)), last)
+            b = min(uint32(block + uint32(1)), last)
             if w_carries:
                 fetch(raw, wq, wd, starts, blocks, b)
             if carries:
                 fetch_rows(x_words, x_scales, xq, xd, x_from, b)
             multiply_block(acc, bias, x_here + now, w_here + now, xd_here + now, wd_here + now)
+            if w_carries:
+                put_columns(raw, w_to + following, w_second + following, wd_to + following, book)
+            if carries:
+                put_rows(x_words, x_scales, x_to + following, xd_to + following)
             cuda.syncthreads()
             now, following = following, now
             block = uint32(block + uint32(1))
