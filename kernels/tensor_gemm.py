@@ -35,7 +35,7 @@ from kernels import q8_gemm
 from kernels.bench import Case, main
 from kernels.formats import BLOCK, FORMATS, as_words, on_card, random_raw
 from kernels.intrinsics import (BIAS_WORD, dp4a, float_as_word, load_shared, load_matrices, load_shared2, load_words4,
-                                mma_s8_16x8x16, mma_s8_16x8x32, shared_address, store_shared, store_shared4, unbias,
+                                mma_s8_16x8x16, mma_s8_16x8x32, mma_s8_8x8x16, shared_address, store_shared, store_shared4, unbias,
                                 warp_number, word_as_float)
 from kernels.operands import Matrix, Quantized
 from kernels.q8_gemv import random_activations
@@ -137,7 +137,7 @@ def two_dots(format):
     return format.halves or format.float_scales == 2
 
 
-def lane_functions(format, converts):
+def lane_functions(format, converts, instruction):
     """What a warp does with the words of x and w: (multiply, add_dots).
 
     multiply(dots, a, b, bias): dots int32 [4] or, where there are two for a block, [8] <- BIAS_WORD + the dots of 16
@@ -160,6 +160,19 @@ def lane_functions(format, converts):
                 dots[4 * h + i] = made[i]
 
     @cuda.jit(device=True, forceinline=True)
+    def multiply_eights(dots, a, b, bias):
+        for i in range(2):
+            first = mma_s8_8x8x16((a[i],), (b[0],), (bias[0], bias[1]))
+            dots[2 * i], dots[2 * i + 1] = mma_s8_8x8x16((a[2 + i],), (b[1],), first)
+
+    @cuda.jit(device=True, forceinline=True)
+    def multiply_halves_of_eights(dots, a, b, bias):
+        for h in range(2):
+            for i in range(2):
+                made = mma_s8_8x8x16((a[2 * h + i],), (b[h],), (bias[0], bias[1]))
+                dots[4 * h + 2 * i], dots[4 * h + 2 * i + 1] = made
+
+    @cuda.jit(device=True, forceinline=True)
     def add_dots(acc, dots, w_scales, x_scales):
         for i in range(2):
             for j in range(2):
@@ -174,10 +187,12 @@ def lane_functions(format, converts):
                 for m in range(minima):
                     acc[at] = cuda.fma(word_as_float(w_scales[first_minimum + m, j]), x_scales[1 + m, i], acc[at])
 
-    return (multiply_halves if two_dots(format) else multiply_whole), add_dots
+    whole, halves = {"m16n8k32": (multiply_whole, multiply_halves),
+                     "m8n8k16": (multiply_eights, multiply_halves_of_eights)}[instruction]
+    return halves if two_dots(format) else whole, add_dots
 
 
-def tensor_kernel(format, shape):
+def tensor_kernel(format, shape, instruction):
     """The kernel for a weight format and a Shape."""
     rows, columns, down, _, resident, converts = shape
     threads, tile_rows, tile_columns, w_threads = shape.threads, shape.tile_rows, shape.tile_columns, shape.carriers
@@ -185,7 +200,7 @@ def tensor_kernel(format, shape):
     assert each * w_threads == tile_columns
     x_parts, carrying = max(2 * tile_rows // threads, 1), min(2 * tile_rows // 32, threads // 32)
     begin, fetch, places = carriers(format, shape)
-    multiply, add_dots = lane_functions(format, converts)
+    multiply, add_dots = lane_functions(format, converts, instruction)
     unpack, integers, load_book, n_dots = format.unpack, format.halves, format.load_book, 8 if two_dots(format) else 4
     per_row = 1 + minima
     xd_at, w_at = BLOCK * tile_rows, (BLOCK + 4 * per_row) * tile_rows
@@ -238,15 +253,8 @@ def tensor_kernel(format, shape):
             scales[p] = xd[uint32(uint32(x_from[p] >> uint32(5)) + b)]
 
     @cuda.jit(device=True, forceinline=True)
-    def multiply_block(acc, bias, x_here, w_here, xd_here, wd_here):
-        """acc += one block of k."""
-        b, w_scales = cuda.local.array((columns, 2), uint32), cuda.local.array((columns, n_scales, 2), uint32)
-        for c in range(0, columns, 2):
-            b[c, 0], b[c, 1], b[c + 1, 0], b[c + 1, 1] = load_matrices(w_here + uint64(8 * BLOCK * c))
-        for c in range(columns):
-            for s in range(n_scales):
-                w_scales[c, s, 0], w_scales[c, s, 1] = load_shared2(wd_here + uint64(4 * tile_columns * s + 32 * c))
-        for r in range(rows):
+    def multiply_rows(acc, first_row, end, bias, b, w_scales, x_here, xd_here):
+        for r in range(first_row, end):
             a, x_scales = cuda.local.array(4, uint32), cuda.local.array((per_row, 2), float32)
             a[0], a[1], a[2], a[3] = load_matrices(x_here + uint64(16 * BLOCK * r))
             for p in range(per_row):
@@ -258,6 +266,18 @@ def tensor_kernel(format, shape):
                     multiply(dots[c], a, b[first + c], bias)
                 for c in range(together):
                     add_dots(acc[r, first + c], dots[c], w_scales[first + c], x_scales)
+
+    @cuda.jit(device=True, forceinline=True)
+    def multiply_block(acc, bias, x_here, w_here, xd_here, wd_here):
+        """acc += one block of k."""
+        b, w_scales = cuda.local.array((columns, 2), uint32), cuda.local.array((columns, n_scales, 2), uint32)
+        for c in range(0, columns, 2):
+            b[c, 0], b[c, 1], b[c + 1, 0], b[c + 1, 1] = load_matrices(w_here + uint64(8 * BLOCK * c))
+        for c in range(columns):
+            for s in range(n_scales):
+                w_scales[c, s, 0], w_scales[c, s, 1] = load_shared2(wd_here + uint64(4 * tile_columns * s + 32 * c))
+        multiply_rows(acc, 0, rows // 2, bias, b, w_scales, x_here, xd_here)  # one loop would not be unrolled
+        multiply_rows(acc, rows // 2, rows, bias, b, w_scales, x_here, xd_here)
 
     @cuda.jit(launch_bounds=(threads, resident))
     def gemm_tensor_kernel(y, wq, wd, xq, xd, n, k, n_rows, stride, add):
@@ -346,6 +366,7 @@ def tensor_kernel(format, shape):
     return gemm_tensor_kernel
 
 
+INSTRUCTIONS = {"m16n8k32": (8, 0), "m8n8k16": (7, 5)}     # mma of int8 -> the oldest architecture that has it
 TILES = {"64 x 128": (4, 4, 1, 4, 3), "32 x 128": (2, 4, 1, 4, 4), "128 x 128": (4, 8, 2, 2, 2),
          "128 x 128 of 8 warps": (4, 4, 2, 4, 2), "128 x 256": (4, 8, 2, 4, 1), "192 x 128": (4, 4, 3, 4, 1),
          "128 x 192": (4, 4, 2, 6, 1)}
@@ -355,21 +376,25 @@ SHAPES = {name + " converted" * converts: Shape(*tile, converts) for converts in
 
 
 @cache
-def tensor(format, shape):
-    return tensor_kernel(format, shape)
+def tensor(format, shape, instruction):
+    """The kernel of a format for a Shape and a key of INSTRUCTIONS."""
+    return tensor_kernel(format, shape, instruction)
 
 
-def is_possible(card):
-    """Whether a card has the instructions; the emulated card has all."""
-    return card.kind == "emulated" or card.cc >= (8, 0)
+def instruction_of(card):
+    """The key of INSTRUCTIONS that a card has, or None. The emulated card has all."""
+    return next((name for name, oldest in INSTRUCTIONS.items() if card.kind == "emulated" or card.cc >= oldest), None)
 
 
-def gemm(card, y, stride, w, x, rows, add=False, *, stream=None, shape=SHAPES["64 x 128"]):
-    """y <- (y +) x . w^T, as `gemm` of kernels/q8_gemm.py. shape: one of SHAPES."""
+def gemm(card, y, stride, w, x, rows, add=False, *, stream=None, shape=SHAPES["64 x 128"], instruction=None):
+    """y <- (y +) x . w^T, as `gemm` of kernels/q8_gemm.py. shape: one of SHAPES. instruction: one of INSTRUCTIONS; None
+    takes the largest that the card has."""
+    instruction = instruction or instruction_of(card)
     grid = (-(-rows // shape.tile_rows), -(-w.n // shape.tile_columns))
     arrays = y.reshape(-1), w.values.reshape(-1), as_words(w.scales), *x.flat
     block = 32, shape.down * shape.across
-    card.launch(tensor(FORMATS[w.format], shape), grid, block, *arrays, w.n, w.k, rows, stride, add, stream=stream)
+    kernel = tensor(FORMATS[w.format], shape, instruction)
+    card.launch(kernel, grid, block, *arrays, w.n, w.k, rows, stride, add, stream=stream)
 
 
 # ---- check and time ----------------------------------------------------------------------------------------
@@ -377,11 +402,11 @@ def gemm(card, y, stride, w, x, rows, add=False, *, stream=None, shape=SHAPES["6
 TIMED = [(12288, 4096, 4096), (24576, 4096, 1160), (4096, 4096, 4096), (4096, 4096, 297)]      # n, k, rows
 
 
-def check(card, n, k, rows, add=False, shape=SHAPES["64 x 128"], format=FORMATS["Q8_0"]):
+def check(card, n, k, rows, add=False, shape=SHAPES["64 x 128"], format=FORMATS["Q8_0"], instruction=None):
     """Multiplies random matrices as q8_gemm.check does, and compares the bits with those of kernels/q8_gemm.py."""
     def both(card, y, *rest):
         q8_gemm.gemm(card, others := card.upload(card.download(y)), *rest)
-        gemm(card, y, *rest, shape=shape)
+        gemm(card, y, *rest, shape=shape, instruction=instruction)
         np.testing.assert_array_equal(card.download(y).view(np.uint32), card.download(others).view(np.uint32))
     return q8_gemm.check(card, n, k, rows, add, both, format)
 
