@@ -14,16 +14,19 @@ multiplied, the other is filled, and the block after that is on its way from glo
     shared memory       x  [rows of the tile][32] bytes, then [1 to 3][rows] words: scales, scale * sum
                         w  [columns of the tile][32] bytes, then [1 to 4][columns] words: their scales
 
-  * The order of k within a block is free if it is the same for x and w. So lane 4 g + t takes bytes 8 t to 8 t + 7 of
-    row g, in one load, where `mma` has bytes 4 t to 4 t + 3 and 16 + 4 t to 16 + 4 t + 3. Where a format has two dots
-    for a block, one for each half, the lane takes a word of each half.
-  * Of every other 4 rows the halves of 16 bytes have changed places. So the 4 lanes of each of 8 rows use different
-    banks in all of these loads, and so do 8 threads that each store 16 bytes of their own row.
+  * `ldmatrix` gives a warp 8 rows of 16 bytes, four times, as `mma` takes them. Of every other 4 rows the halves of 16
+    bytes have changed places. So 8 rows use different banks, and so do 8 threads that each store a half of their row.
+  * A sum starts at the bias with which its bits are those of a float (`unbias`), or at 0 and is converted: `converts`.
+    The bias lies in four registers. The assembler must not know its value, or it would make it anew for each product.
+  * Where the halves of a block have scales of their own, there is a product of 16 of k for each half.
 
-Pipe: tensor; but per block 3 float32 operations for each number of y share the issue slots with 1/128 of a warp's
-`mma`, which makes the float32 pipe the bound.
+Pipe: tensor; but for each 2048 products of a warp's lane the scales take 3 float32 operations per number of y, 12
+instructions beside one `mma`. So the bound is the issue of instructions: 128 of 301 for 16 `mma` in the loop of Q8_0.
+
+Architectures: m16n8k32 from sm_80 on, m8n8k16 on sm_75 (INSTRUCTIONS).
 """
 
+from collections.abc import Callable
 from functools import cache, partial
 from typing import NamedTuple
 
@@ -34,8 +37,9 @@ from numba.types import float32, int32, uint32, uint64
 from kernels import q8_gemm
 from kernels.bench import Case, main
 from kernels.formats import BLOCK, FORMATS, as_words, on_card, random_raw
-from kernels.intrinsics import (BIAS_WORD, dp4a, float_as_word, load_shared, load_matrices, load_shared2, load_words4,
-                                mma_s8_16x8x16, mma_s8_16x8x32, mma_s8_8x8x16, shared_address, store_shared, store_shared4, unbias,
+from kernels.intrinsics import (BIAS_WORD, dp4a, float_as_word, hadd2, load_matrices, load_shared, load_shared2,
+                                load_shared4, load_words4, mma_f16_8x8x4, mma_s8_8x8x16, mma_s8_16x8x16,
+                                mma_s8_16x8x32, prmt, shared_address, store_shared, store_shared4, unbias,
                                 warp_number, word_as_float)
 from kernels.operands import Matrix, Quantized
 from kernels.q8_gemv import random_activations
@@ -69,12 +73,12 @@ class Shape(NamedTuple):
 
 
 def carriers(format, shape):
-    """How a thread carries blocks of w from global to shared memory: (begin, fetch, places).
+    """How a thread carries blocks of w from global to shared memory: (begin, fetch, places, further).
 
     begin(starts, first, last, thread, blocks): where its blocks start in global memory, in a tile of columns that
     begins at `first`; in place of columns past `last` it takes column `last`. fetch(raw, wq, wd, starts, blocks, b):
-    loads block b of each. places(thread): where the two 16 bytes of the first of them go in shared memory; those of
-    the next go 32 bytes for each thread further.
+    loads block b of each. places(thread): (column, half, half) in the tile of the two halves that the thread has of
+    the first of them; the second is `further` columns further on.
 
     A thread carries whole blocks, since it unpacks them. Q8_0 has nothing to unpack: two neighbouring threads carry
     the halves of one column's block, and then those of another's, so that a load touches half as many cache lines.
@@ -95,7 +99,7 @@ def carriers(format, shape):
 
     @cuda.jit(device=True, forceinline=True)
     def places(thread):
-        return place_of_half(thread, uint32(0)), place_of_half(thread, uint32(1))
+        return thread, uint32(0), uint32(1)
 
     @cuda.jit(device=True, forceinline=True)
     def begin_halves(starts, first, last, thread, blocks):
@@ -119,17 +123,11 @@ def carriers(format, shape):
 
     @cuda.jit(device=True, forceinline=True)
     def places_of_halves(thread):
-        first = place_of_half(uint32(thread >> uint32(1)), uint32(thread & uint32(1)))
-        return first, uint32(first + uint32(16 * threads))
+        half = uint32(thread & uint32(1))
+        return uint32(thread >> uint32(1)), half, half
 
-    return (begin_halves, fetch_halves, places_of_halves) if format.bits == 8 else (begin, fetch, places)
-
-
-@cuda.jit(device=True, forceinline=True)
-def place_of_half(row, half):
-    """Where 16 bytes of a row lie in shared memory."""
-    swapped = uint32(half ^ uint32(uint32(row >> uint32(2)) & uint32(1)))
-    return uint32(uint32(row << uint32(5)) + uint32(swapped << uint32(4)))
+    return (begin_halves, fetch_halves, places_of_halves, threads // 2) if format.bits == 8 else \
+        (begin, fetch, places, 0)
 
 
 def two_dots(format):
@@ -137,40 +135,183 @@ def two_dots(format):
     return format.halves or format.float_scales == 2
 
 
-def lane_functions(format, converts, instruction):
-    """What a warp does with the words of x and w: (multiply, add_dots).
+class Form(NamedTuple):
+    """How tensor cores multiply.
 
-    multiply(dots, a, b, bias): dots int32 [4] or, where there are two for a block, [8] <- BIAS_WORD + the dots of 16
-    rows x 8 columns. add_dots(acc, dots, w_scales, x_scales): adds the scaled dots to acc float32 [4].
+    row_bytes: of a block of a row, in shared memory. kind: of the dots. a_words, b_words: which a lane holds of 16 rows
+    of x, of 8 columns of w. span: how often 8 columns a product has. row_step: from a lane's first row of 16 to its
+    second; column_at(c): where its columns of number c of the eights lie.
+
+    The rest are device functions. store(to, row, half, w0, ..., w3): stores 16 bytes of a block of a row.
+    load_rows(a, at, lane), load_columns(b, at, lane, c): what `multiply` takes of 16 rows, of 16 columns from eight c
+    on. multiply(dots, i, a, b, c, bias): dots[i] <- the dots of 16 rows with the columns of eight c; of 2 eights, also
+    dots[i + 1]. own_row(lane), own_column(lane): the first that it has dots of.
     """
+    row_bytes: int
+    kind: type
+    a_words: int
+    b_words: int
+    span: int
+    row_step: int
+    column_at: Callable
+    store: Callable
+    load_rows: Callable
+    load_columns: Callable
+    multiply: Callable
+    own_row: Callable
+    own_column: Callable
+
+
+def form_of_bytes(two, is_small):
+    """Products of int8. two: with two dots, of the halves of a block. is_small: from 8 rows x 8 columns x 16 of k."""
+    @cuda.jit(device=True, forceinline=True)
+    def place(row, half):
+        swapped = uint32(half ^ uint32(uint32(row >> uint32(2)) & uint32(1)))
+        return uint64(uint32(uint32(row << uint32(5)) + uint32(swapped << uint32(4))))
+
+    @cuda.jit(device=True, forceinline=True)
+    def store(to, row, half, w0, w1, w2, w3):
+        store_shared4(to + place(row, half), w0, w1, w2, w3)
+
+    @cuda.jit(device=True, forceinline=True)
+    def load_rows(a, at, lane):
+        a[0], a[1], a[2], a[3] = load_matrices(at + place(uint32(lane & uint32(15)), uint32(lane >> uint32(4))))
+
+    @cuda.jit(device=True, forceinline=True)
+    def load_columns(b, at, lane, c):
+        column = uint32(uint32(lane & uint32(7)) + uint32(uint32(lane >> uint32(4)) << uint32(3)))
+        b[c, 0], b[c, 1], b[c + 1, 0], b[c + 1, 1] = load_matrices(
+            at + place(column, uint32(uint32(lane >> uint32(3)) & uint32(1))))
+
+    @cuda.jit(device=True, forceinline=True)
+    def multiply(dots, i, a, b, c, bias):
+        to, start = dots[i], (bias[0], bias[1], bias[2], bias[3])
+        to[0], to[1], to[2], to[3] = mma_s8_16x8x32((a[0], a[1], a[2], a[3]), (b[c, 0], b[c, 1]), start)
+
+    @cuda.jit(device=True, forceinline=True)
+    def multiply_halves(dots, i, a, b, c, bias):
+        to, start = dots[i], (bias[0], bias[1], bias[2], bias[3])
+        to[0], to[1], to[2], to[3] = mma_s8_16x8x16((a[0], a[1]), (b[c, 0],), start)
+        to[4], to[5], to[6], to[7] = mma_s8_16x8x16((a[2], a[3]), (b[c, 1],), start)
+
+    @cuda.jit(device=True, forceinline=True)
+    def multiply_small(dots, i, a, b, c, bias):
+        for r in range(2):
+            first = mma_s8_8x8x16((a[r],), (b[c, 0],), (bias[0], bias[1]))
+            dots[i, 2 * r], dots[i, 2 * r + 1] = mma_s8_8x8x16((a[2 + r],), (b[c, 1],), first)
+
+    @cuda.jit(device=True, forceinline=True)
+    def multiply_small_halves(dots, i, a, b, c, bias):
+        for h in range(2):
+            for r in range(2):
+                dots[i, 4 * h + 2 * r], dots[i, 4 * h + 2 * r + 1] = mma_s8_8x8x16(
+                    (a[2 * h + r],), (b[c, h],), (bias[0], bias[1]))
+
+    @cuda.jit(device=True, forceinline=True)
+    def own_row(lane):
+        return uint32(lane >> uint32(2))
+
+    @cuda.jit(device=True, forceinline=True)
+    def own_column(lane):
+        return uint32(uint32(lane & uint32(3)) << uint32(1))
+
+    product = (multiply_small_halves if is_small else multiply_halves) if two else \
+        multiply_small if is_small else multiply
+    return Form(BLOCK, int32, 4, 2, 1, 8, in_eights, store, load_rows, load_columns, product, own_row, own_column)
+
+
+def form_of_halves(two):
+    """Products of halves: from four of 8 rows x 8 columns x 4 of k at a time, which make 16 x 16 x 4."""
+    @cuda.jit(device=True, forceinline=True)
+    def place(row, eighth):
+        """Of 8 halves. Rows whose bit 1 or 3 differs have them in another order, and so in other banks."""
+        swapped = uint32(eighth ^ uint32(uint32(uint32(row >> uint32(1)) & uint32(1))
+                                         | uint32(uint32(row >> uint32(2)) & uint32(2))))
+        return uint64(uint32(uint32(row << uint32(6)) + uint32(swapped << uint32(4))))
+
+    @cuda.jit(device=True, forceinline=True)
+    def as_halves(word):
+        """4 int8 -> two half2 words. The half 0x6400 + u is 1024 + u for a byte u, here 128 + the int8."""
+        biased = uint32(word ^ uint32(0x80808080))
+        return (hadd2(prmt(biased, uint32(0x64646464), uint32(0x4140)), uint32(0xE480E480)),
+                hadd2(prmt(biased, uint32(0x64646464), uint32(0x4342)), uint32(0xE480E480)))
+
+    @cuda.jit(device=True, forceinline=True)
+    def store(to, row, half, w0, w1, w2, w3):
+        eighth = uint32(half << uint32(1))
+        h0, h1 = as_halves(w0)
+        h2, h3 = as_halves(w1)
+        store_shared4(to + place(row, eighth), h0, h1, h2, h3)
+        h0, h1 = as_halves(w2)
+        h2, h3 = as_halves(w3)
+        store_shared4(to + place(row, uint32(eighth + uint32(1))), h0, h1, h2, h3)
+
+    @cuda.jit(device=True, forceinline=True)
+    def load_row(words, at, row):
+        for e in range(4):
+            here = at + place(row, uint32(e))
+            words[4 * e], words[4 * e + 1], words[4 * e + 2], words[4 * e + 3] = load_shared4(here)
+
+    @cuda.jit(device=True, forceinline=True)
+    def within(lane):
+        """The row of its product for which a lane has a, and the column for which it has b."""
+        return uint32(uint32(lane & uint32(3)) + uint32(uint32(lane >> uint32(4)) << uint32(2)))
+
+    @cuda.jit(device=True, forceinline=True)
+    def load_rows(a, at, lane):
+        load_row(a, at, uint32(within(lane) + uint32(uint32(lane & uint32(4)) << uint32(1))))
+
+    @cuda.jit(device=True, forceinline=True)
+    def load_columns(b, at, lane, c):
+        load_row(b[c // 2], at, uint32(within(lane) + uint32(lane & uint32(8))))
+
+    @cuda.jit(device=True, forceinline=True)
+    def multiply_part(dots, i, a, b, c, h, first, last):
+        zero = float32(0.0)
+        made = (zero, zero, zero, zero, zero, zero, zero, zero)
+        for s in range(first, last):
+            made = mma_f16_8x8x4((a[2 * s], a[2 * s + 1]), (b[c // 2, 2 * s], b[c // 2, 2 * s + 1]), made)
+        for e in range(4):
+            dots[i, 4 * h + e], dots[i + 1, 4 * h + e] = made[e], made[4 + e]
+
+    @cuda.jit(device=True, forceinline=True)
+    def multiply(dots, i, a, b, c, bias):
+        multiply_part(dots, i, a, b, c, 0, 0, 4 if two else 8)
+        if two:
+            multiply_part(dots, i, a, b, c, 1, 4, 8)
+
+    @cuda.jit(device=True, forceinline=True)
+    def own_row(lane):
+        return uint32(uint32(uint32(lane & uint32(1)) + uint32(uint32(lane >> uint32(4)) << uint32(2)))
+                      + uint32(uint32(lane & uint32(4)) << uint32(1)))
+
+    @cuda.jit(device=True, forceinline=True)
+    def own_column(lane):
+        return uint32(uint32(lane & uint32(2)) + uint32(lane & uint32(8)))
+
+    return Form(2 * BLOCK, float32, 16, 16, 2, 2, in_sixteens, store, load_rows, load_columns, multiply, own_row,
+                own_column)
+
+
+@cuda.jit(device=True, forceinline=True)
+def in_eights(c):
+    return 8 * c
+
+
+@cuda.jit(device=True, forceinline=True)
+def in_sixteens(c):
+    return 16 * (c >> 1) + 4 * (c & 1)
+
+
+# mma -> (the oldest architecture that has it, its Form for a format with one dot for a block or with two).
+INSTRUCTIONS = {"m16n8k32": ((8, 0), partial(form_of_bytes, is_small=False)),
+                "m8n8k16": ((7, 5), partial(form_of_bytes, is_small=True)), "m8n8k4": ((7, 0), form_of_halves)}
+
+
+def adder(format, as_float):
+    """add_dots(acc, dots, w_scales, x_scales): adds the scaled dots of a lane to acc float32 [4]."""
     minima, integers, n_scales = format.minima, format.halves, format.n_scales
-    first_minimum, apart, as_float = n_scales - minima, format.float_scales == 2, float32 if converts else unbias
-
-    @cuda.jit(device=True, forceinline=True)
-    def multiply_whole(dots, a, b, bias):
-        made = mma_s8_16x8x32((a[0], a[1], a[2], a[3]), (b[0], b[1]), (bias[0], bias[1], bias[2], bias[3]))
-        for i in range(4):
-            dots[i] = made[i]
-
-    @cuda.jit(device=True, forceinline=True)
-    def multiply_halves(dots, a, b, bias):
-        for h in range(2):
-            made = mma_s8_16x8x16((a[2 * h], a[2 * h + 1]), (b[h],), (bias[0], bias[1], bias[2], bias[3]))
-            for i in range(4):
-                dots[4 * h + i] = made[i]
-
-    @cuda.jit(device=True, forceinline=True)
-    def multiply_eights(dots, a, b, bias):
-        for i in range(2):
-            first = mma_s8_8x8x16((a[i],), (b[0],), (bias[0], bias[1]))
-            dots[2 * i], dots[2 * i + 1] = mma_s8_8x8x16((a[2 + i],), (b[1],), first)
-
-    @cuda.jit(device=True, forceinline=True)
-    def multiply_halves_of_eights(dots, a, b, bias):
-        for h in range(2):
-            for i in range(2):
-                made = mma_s8_8x8x16((a[2 * h + i],), (b[h],), (bias[0], bias[1]))
-                dots[4 * h + 2 * i], dots[4 * h + 2 * i + 1] = made
+    first_minimum, apart = n_scales - minima, format.float_scales == 2
 
     @cuda.jit(device=True, forceinline=True)
     def add_dots(acc, dots, w_scales, x_scales):
@@ -187,9 +328,7 @@ def lane_functions(format, converts, instruction):
                 for m in range(minima):
                     acc[at] = cuda.fma(word_as_float(w_scales[first_minimum + m, j]), x_scales[1 + m, i], acc[at])
 
-    whole, halves = {"m16n8k32": (multiply_whole, multiply_halves),
-                     "m8n8k16": (multiply_eights, multiply_halves_of_eights)}[instruction]
-    return halves if two_dots(format) else whole, add_dots
+    return add_dots
 
 
 def tensor_kernel(format, shape, instruction):
@@ -199,38 +338,45 @@ def tensor_kernel(format, shape, instruction):
     each, n_scales, minima, raw_words = tile_columns // w_threads, format.n_scales, format.minima, format.raw_words
     assert each * w_threads == tile_columns
     x_parts, carrying = max(2 * tile_rows // threads, 1), min(2 * tile_rows // 32, threads // 32)
-    begin, fetch, places = carriers(format, shape)
-    multiply, add_dots = lane_functions(format, converts, instruction)
+    begin, fetch, places, further = carriers(format, shape)
+    form = INSTRUCTIONS[instruction][1](two_dots(format))
+    add_dots = adder(format, unbias if form.kind == int32 and not converts else float32)
+    row_bytes, kind, a_words, b_words, span, row_step, column_at, store, load_rows, load_columns, multiply, own_row, \
+        own_column = form
+    b_shape = columns // span, b_words
     unpack, integers, load_book, n_dots = format.unpack, format.halves, format.load_book, 8 if two_dots(format) else 4
     per_row = 1 + minima
-    xd_at, w_at = BLOCK * tile_rows, (BLOCK + 4 * per_row) * tile_rows
-    wd_at = w_at + BLOCK * tile_columns
+    xd_at, w_at = row_bytes * tile_rows, (row_bytes + 4 * per_row) * tile_rows
+    wd_at = w_at + row_bytes * tile_columns
     buffer = wd_at + 4 * n_scales * tile_columns
-    together = 16 // n_dots     # products at a time: their dots wait in registers
+    together = 4 if n_dots == 4 else span       # eights at a time: their dots wait in registers
     shared_words, is_partial, w_warps = 2 * buffer // 4, carrying < threads // 32, w_threads // 32
     w_is_partial = w_threads < threads
 
     @cuda.jit(device=True, forceinline=True)
-    def put_columns(raw, first, second, scale_to, book):
+    def put_columns(raw, to, scale_to, thread, book):
         """Unpacks blocks of w, given as they lie in global memory, and stores their int8 and scales."""
+        column, half, other = places(thread)
         for i in range(each):
             w, scales = cuda.local.array(8, uint32), cuda.local.array(n_scales, uint32)
             unpack(w, scales, raw[i], book)
             if integers:
                 scales[1] = float_as_word(float32(int32(scales[1])))
                 scales[2] = float_as_word(float32(int32(scales[2])))
-            store_shared4(first + uint64(BLOCK * w_threads * i), w[0], w[1], w[2], w[3])
-            store_shared4(second + uint64(BLOCK * w_threads * i), w[4], w[5], w[6], w[7])
+            here = to + uint64(row_bytes * w_threads * i)
+            store(here, column, half, w[0], w[1], w[2], w[3])
+            store(here + uint64(row_bytes * further), column, other, w[4], w[5], w[6], w[7])
             for s in range(n_scales):
                 store_shared(scale_to + uint64(4 * (tile_columns * s + w_threads * i)), scales[s])
 
     @cuda.jit(device=True, forceinline=True)
-    def put_rows(words, scales, to, scale_to):
+    def put_rows(words, scales, to, scale_to, thread):
         """Stores halves of blocks of x. The even lane of a pair stores the scale of the row; the odd lane, for formats
         with a minimum, scale * (sum of the block). For two minima each lane stores that of its half."""
         is_odd = (uint32(cuda.threadIdx.x) & uint32(1)) != uint32(0)
         for p in range(x_parts):
-            store_shared4(to + uint64(16 * threads * p), words[p, 0], words[p, 1], words[p, 2], words[p, 3])
+            store(to + uint64(row_bytes * threads // 2 * p), uint32(thread >> uint32(1)), uint32(thread & uint32(1)),
+                  words[p, 0], words[p, 1], words[p, 2], words[p, 3])
             scale, here = scales[p], scale_to + uint64(2 * threads * p)
             if minima:
                 total = int32(0)
@@ -253,33 +399,35 @@ def tensor_kernel(format, shape, instruction):
             scales[p] = xd[uint32(uint32(x_from[p] >> uint32(5)) + b)]
 
     @cuda.jit(device=True, forceinline=True)
-    def multiply_rows(acc, first_row, end, bias, b, w_scales, x_here, xd_here):
-        for r in range(first_row, end):
-            a, x_scales = cuda.local.array(4, uint32), cuda.local.array((per_row, 2), float32)
-            a[0], a[1], a[2], a[3] = load_matrices(x_here + uint64(16 * BLOCK * r))
+    def multiply_rows(acc, first, end, bias, b, w_scales, x_at, xd_here, lane):
+        for r in range(first, end):
+            a, x_scales = cuda.local.array(a_words, uint32), cuda.local.array((per_row, 2), float32)
+            load_rows(a, x_at + uint64(16 * row_bytes * r), lane)
             for p in range(per_row):
                 for i in range(2):
-                    x_scales[p, i] = word_as_float(load_shared(xd_here + uint64(4 * tile_rows * p + 64 * r + 32 * i)))
-            dots = cuda.local.array((together, n_dots), int32)
-            for first in range(0, columns, together):
-                for c in range(together):
-                    multiply(dots[c], a, b[first + c], bias)
-                for c in range(together):
-                    add_dots(acc[r, first + c], dots[c], w_scales[first + c], x_scales)
+                    at = xd_here + uint64(4 * (tile_rows * p + 16 * r + row_step * i))
+                    x_scales[p, i] = word_as_float(load_shared(at))
+            dots = cuda.local.array((together, n_dots), kind)
+            for c in range(0, columns, together):
+                for i in range(0, together, span):
+                    multiply(dots, i, a, b, c + i, bias)
+                for i in range(together):
+                    add_dots(acc[r, c + i], dots[i], w_scales[c + i], x_scales)
 
     @cuda.jit(device=True, forceinline=True)
-    def multiply_block(acc, bias, x_here, w_here, xd_here, wd_here):
+    def multiply_block(acc, bias, x_at, w_at, xd_here, wd_here, lane):
         """acc += one block of k."""
-        b, w_scales = cuda.local.array((columns, 2), uint32), cuda.local.array((columns, n_scales, 2), uint32)
+        b, w_scales = cuda.local.array(b_shape, uint32), cuda.local.array((columns, n_scales, 2), uint32)
         for c in range(0, columns, 2):
-            b[c, 0], b[c, 1], b[c + 1, 0], b[c + 1, 1] = load_matrices(w_here + uint64(8 * BLOCK * c))
+            load_columns(b, w_at + uint64(8 * row_bytes * c), lane, c)
         for c in range(columns):
             for s in range(n_scales):
-                w_scales[c, s, 0], w_scales[c, s, 1] = load_shared2(wd_here + uint64(4 * tile_columns * s + 32 * c))
-        multiply_rows(acc, 0, rows // 2, bias, b, w_scales, x_here, xd_here)  # one loop would not be unrolled
-        multiply_rows(acc, rows // 2, rows, bias, b, w_scales, x_here, xd_here)
+                at = wd_here + uint64(4 * tile_columns * s + 4 * column_at(c))
+                w_scales[c, s, 0], w_scales[c, s, 1] = load_shared2(at)
+        multiply_rows(acc, 0, rows // 2, bias, b, w_scales, x_at, xd_here, lane)  # one loop would not be unrolled
+        multiply_rows(acc, rows // 2, rows, bias, b, w_scales, x_at, xd_here, lane)
 
-    @cuda.jit(launch_bounds=(threads, resident))
+    @cuda.jit(launch_bounds=(threads, resident if n_dots == 4 else max(resident - 1, 1)))
     def gemm_tensor_kernel(y, wq, wd, xq, xd, n, k, n_rows, stride, add):
         lane, warp = uint32(cuda.threadIdx.x), warp_number()
         thread = uint32(uint32(warp << uint32(5)) + lane)
@@ -301,23 +449,17 @@ def tensor_kernel(format, shape, instruction):
 
         # Addresses in shared memory, in the first buffer: where the thread stores, and where the lane reads.
         start = shared_address(cuda.shared.array(shared_words, uint32, alignment=16))
-        first_place, second_place = places(thread)
-        w_to, w_second = start + uint64(w_at) + uint64(first_place), start + uint64(w_at) + uint64(second_place)
-        wd_to = start + uint64(wd_at) + uint64(uint32(thread << uint32(2)))
-        x_to = start + uint64(place_of_half(uint32(thread >> uint32(1)), uint32(thread & uint32(1))))
+        w_to, wd_to = start + uint64(w_at), start + uint64(wd_at) + uint64(uint32(thread << uint32(2)))
         odd = uint32(thread & uint32(1))
         xd_to = start + uint64(xd_at) + uint64(uint32(uint32(thread >> uint32(1)) << uint32(2))) + uint64(
             uint32(odd * uint32(4 * tile_rows)))
         warp_row = uint32(uint32(warp % uint32(down)) * uint32(16 * rows))
         warp_column = uint32(uint32(warp // uint32(down)) * uint32(8 * columns))
-        g, t = uint32(lane >> uint32(2)), uint32(lane & uint32(3))
-        x_row, x_half = uint32(lane & uint32(15)), uint32(lane >> uint32(4))
-        w_row = uint32(uint32(lane & uint32(7)) + uint32(uint32(lane >> uint32(4)) << uint32(3)))
-        w_half = uint32(uint32(lane >> uint32(3)) & uint32(1))
-        x_here = start + uint64(uint32(warp_row << uint32(5))) + uint64(place_of_half(x_row, x_half))
-        w_here = start + uint64(w_at) + uint64(uint32(warp_column << uint32(5))) + uint64(place_of_half(w_row, w_half))
-        xd_here = start + uint64(xd_at) + uint64(uint32(warp_row << uint32(2))) + uint64(uint32(g << uint32(2)))
-        wd_here = start + uint64(wd_at) + uint64(uint32(warp_column << uint32(2))) + uint64(uint32(t << uint32(3)))
+        x_here = start + uint64(uint32(warp_row * uint32(row_bytes)))
+        w_here = w_to + uint64(uint32(warp_column * uint32(row_bytes)))
+        lane_row, lane_column = uint32(warp_row + own_row(lane)), uint32(warp_column + own_column(lane))
+        xd_here = start + uint64(xd_at) + uint64(uint32(lane_row << uint32(2)))
+        wd_here = start + uint64(wd_at) + uint64(uint32(lane_column << uint32(2)))
 
         acc = cuda.local.array((rows, columns, 4), float32)
         for r in range(rows):
@@ -330,10 +472,10 @@ def tensor_kernel(format, shape, instruction):
         book = load_book(thread, uint32(threads))
         if w_carries:
             fetch(raw, wq, wd, starts, blocks, uint32(0))
-            put_columns(raw, w_to, w_second, wd_to, book)
+            put_columns(raw, w_to, wd_to, thread, book)
         if carries:
             fetch_rows(x_words, x_scales, xq, xd, x_from, uint32(0))
-            put_rows(x_words, x_scales, x_to, xd_to)
+            put_rows(x_words, x_scales, start, xd_to, thread)
         cuda.syncthreads()
         now, following = uint64(0), uint64(buffer)
         block = uint32(0)
@@ -343,21 +485,20 @@ def tensor_kernel(format, shape, instruction):
                 fetch(raw, wq, wd, starts, blocks, b)
             if carries:
                 fetch_rows(x_words, x_scales, xq, xd, x_from, b)
-            multiply_block(acc, bias, x_here + now, w_here + now, xd_here + now, wd_here + now)
+            multiply_block(acc, bias, x_here + now, w_here + now, xd_here + now, wd_here + now, lane)
             if w_carries:
-                put_columns(raw, w_to + following, w_second + following, wd_to + following, book)
+                put_columns(raw, w_to + following, wd_to + following, thread, book)
             if carries:
-                put_rows(x_words, x_scales, x_to + following, xd_to + following)
+                put_rows(x_words, x_scales, start + following, xd_to + following, thread)
             cuda.syncthreads()
             now, following = following, now
             block = uint32(block + uint32(1))
 
-        first_row = uint32(first_row + uint32(warp_row + g))
-        first_column = uint32(first_column + uint32(warp_column + uint32(t << uint32(1))))
+        first_row, first_column = uint32(first_row + lane_row), uint32(first_column + lane_column)
         for i in range(2 * rows):
-            row = uint32(first_row + uint32(8 * i))
+            row = uint32(first_row + uint32(16 * (i >> 1) + row_step * (i & 1)))
             for j in range(2 * columns):
-                column = uint32(first_column + uint32(8 * (j >> 1) + (j & 1)))
+                column = uint32(first_column + uint32(column_at(j >> 1) + (j & 1)))
                 at = uint32(row * stride + column)
                 if row < n_rows and column < n:
                     total = acc[i >> 1, j >> 1, 2 * (i & 1) + (j & 1)]
@@ -366,7 +507,6 @@ def tensor_kernel(format, shape, instruction):
     return gemm_tensor_kernel
 
 
-INSTRUCTIONS = {"m16n8k32": (8, 0), "m8n8k16": (7, 5)}     # mma of int8 -> the oldest architecture that has it
 TILES = {"64 x 128": (4, 4, 1, 4, 3), "32 x 128": (2, 4, 1, 4, 4), "128 x 128": (4, 8, 2, 2, 2),
          "128 x 128 of 8 warps": (4, 4, 2, 4, 2), "128 x 256": (4, 8, 2, 4, 1), "192 x 128": (4, 4, 3, 4, 1),
          "128 x 192": (4, 4, 2, 6, 1)}
@@ -383,7 +523,8 @@ def tensor(format, shape, instruction):
 
 def instruction_of(card):
     """The key of INSTRUCTIONS that a card has, or None. The emulated card has all."""
-    return next((name for name, oldest in INSTRUCTIONS.items() if card.kind == "emulated" or card.cc >= oldest), None)
+    return next((name for name, (oldest, _) in INSTRUCTIONS.items()
+                 if card.kind == "emulated" or card.cc >= oldest), None)
 
 
 def gemm(card, y, stride, w, x, rows, add=False, *, stream=None, shape=SHAPES["64 x 128"], instruction=None):
