@@ -44,7 +44,7 @@ class Counts:
     half2: int = 0                # packed fp16
     half: int = 0                 # scalar fp16, and fp16 -> float32
     fp64: int = 0
-    tensor: int = 0               # in units of 1,024 fp16 multiply-adds (mma.m8n8k4)
+    tensor: int = 0               # in units of 1,024 fp16 multiply-adds (mma.m8n8k4), see `tensor_units`
     integer: int = 0              # add, logic, shift, compare, select, minimum, byte permute; float32 too
     special: int = 0              # reciprocal, exp2, log2, sine, square root; bit counts
     conversion: int = 0           # between integers and floats, and from float32 to fp16
@@ -133,6 +133,14 @@ def _pipe_of_cvt(to, of):
     if "f" not in to and "f" not in of:
         return "integer"
     return "half" if (to, of) == ("f32", "f16") else "conversion"
+
+
+def tensor_units(types):
+    """How many units of Counts.tensor an mma with these modifiers counts: 1 for 1,024 multiply-adds of fp16 or 2,048
+    of int8, which run at twice the rate; a smaller mma counts as 1, which is too much for m8n8k16 of int8."""
+    rows, columns, depth = map(int, re.search(r"\bm(\d+)n(\d+)k(\d+)\b", " ".join(types)).groups())
+    together = 4 if (rows, columns, depth) == (8, 8, 4) else 1      # a warp makes four of the smallest
+    return max(1, together * rows * columns * depth // (2048 if "s8" in types else 1024))
 
 
 # ---- occupancy ---------------------------------------------------------------------------------------------

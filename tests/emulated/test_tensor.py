@@ -176,6 +176,16 @@ def test_all_lanes_take_part():
         run_ptx("m8n8k16.row.col.s32.s8.s8.s32", False, *held, before="setp.eq.u32 %p1, %r0, 5; @%p1 bra past;")
 
 
+@pytest.mark.parametrize("form, units", [("m16n8k32", 2), ("m16n8k16", 1), ("m8n8k16", 1)])
+def test_products_are_counted(form, units):
+    card, (rows, depth) = open_cards("emulated")[0], BYTES[form]
+    a, b, c, _ = random_bytes(np.random.default_rng(6), rows, depth)
+    with card.counting() as log:
+        held = words_of_lanes(a, rows), words_of_lanes(b, 8), numbers_of_lanes(c)
+        run_intrinsic(card, INTRINSICS[form], int32, *held)
+    assert log[0].counts.tensor == units
+
+
 def test_a_card_breaks_where_a_sum_is_not_exact():
     card = open_cards("emulated")[0]
     a, b, c, _ = random_halves(np.random.default_rng(5))
