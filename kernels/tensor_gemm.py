@@ -9,7 +9,7 @@ way it is made: there by 8 dp4a, here by an `mma`. So each number of y has the s
 A warp makes a tile of y from products of 16 rows x 8 columns x 32 of k. Lane 4 g + t then has dots of rows g and g + 8
 and of columns 2 t and 2 t + 1 (kernels/intrinsics.py), and scales them. A block of threads has several warps, one below
 the other and side by side. It brings each block of k from global to shared memory, in two buffers: while one is
-multiplied, the other is filled, and the block after that is on its way from global memory to registers.
+multiplied, the next block is on its way from global memory to registers, and then it goes into the other buffer.
 
     shared memory       x  [rows of the tile][32] bytes, then [1 to 3][rows] words: scales, scale * sum
                         w  [columns of the tile][32] bytes, then [1 to 4][columns] words: their scales
@@ -473,7 +473,7 @@ def tensor_kernel(format, shape, instruction):
                 for i in range(4):
                     acc[r, c, i] = float32(0.0)
         bias = cuda.local.array(4, int32)
-        for i in range(4):
+        for i in range(4):      # k is a multiple of 32, so it adds nothing
             bias[i] = int32(0) if converts else int32(uint32(BIAS_WORD) | uint32(k & uint32(1 << i)))
         book = load_book(thread, uint32(threads))
         if w_carries:
