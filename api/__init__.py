@@ -31,5 +31,6 @@ engine/pooling.py where its model makes embeddings or scores.
     tools.py       the forms in which models call tools, and how they are read
     grammar.py     grammars that answers must obey: calls of tools, texts of a shape (a schema, a choice, ...)
     strings.py     what a schema demands of a string, as regular expressions
+    body.py        a request's body, parsed if that takes no time that others would notice
     fields.py      what a request's body may hold: checked, and described for openapi.py
 """

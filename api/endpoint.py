@@ -6,8 +6,9 @@ from dataclasses import dataclass, field
 
 import flask
 
+from .body import parse_body
 from .errors import ErrorAnswer
-from .fields import check, parse_body, read_query
+from .fields import check, read_query
 
 
 @dataclass(frozen=True)

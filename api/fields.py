@@ -67,29 +67,7 @@ NOUNS = {"boolean": "true or false", "string": "a string", "array": "a list", "o
          "integer": "a whole number", "number": "a number"}
 
 
-MAX_DEPTH = 100             # of a body's nesting
 MAX_LOOKED_AT = 10_000      # items of one list that are checked one by one, at most
-
-
-def parse_body(data: bytes) -> dict:
-    """The JSON object in a request body. Raises RequestError where there is none, or text is not Unicode."""
-    def refuse(constant):
-        raise ValueError(f"{constant} is no JSON number")
-
-    try:
-        body = json.loads(data, parse_constant=refuse)
-        if not isinstance(body, dict):
-            raise RequestError(None, "the request body must be a JSON object")
-        if _is_deep(body):
-            raise RequestError(None, f"the request body is nested more than {MAX_DEPTH} deep")
-        for name, value in body.items():
-            json.dumps([name, value], ensure_ascii=False).encode()
-    except UnicodeEncodeError:      # "\ud800" is legal JSON but no text, so the tokenizer cannot take it
-        name = name.encode(errors="replace").decode()
-        raise RequestError(name, f"'{name}' holds half of a surrogate pair") from None
-    except (ValueError, RecursionError) as error:
-        raise RequestError(None, f"the request body is not JSON: {error}") from None
-    return body
 
 
 def read_query(sent, descriptions: dict) -> dict:
@@ -101,15 +79,6 @@ def read_query(sent, descriptions: dict) -> dict:
             found[name] = int(text)
         check(found[name], descriptions[name], name)
     return found
-
-
-def _is_deep(value) -> bool:
-    """Whether lists and objects are nested deeper than MAX_DEPTH, which functions that call themselves can follow."""
-    layer = [value]
-    for _ in range(MAX_DEPTH):
-        layer = [one for outer in layer for one in (outer.values() if isinstance(outer, dict) else outer)
-                 if isinstance(one, dict | list)]
-    return bool(layer)
 
 
 def check(value, description: dict, path: str = ""):

@@ -1,5 +1,6 @@
 """The command line: what a person types, and what comes out on stdout, on stderr and as exit code."""
 
+import gc
 import http.client
 import io
 import json
@@ -12,6 +13,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -19,6 +21,7 @@ import qengine
 from cli import interrupts
 from cli.main import main
 from cli.options import EXAMPLES, build_parser
+from cli.serve import work
 from engine.plan import LONGEST_CTX
 from engine.request import Delta, EngineStopped, Generation
 from tests.tiny import CONTEXT, MODEL, ROOT, tiny_engine
@@ -426,6 +429,16 @@ def test_a_server_that_is_told_to_end_lets_requests_go_on():
     assert b'"length"' in text and text.endswith(b"[DONE]\n\n") and b"cancelled" not in text
     _, err = process.communicate(timeout=PATIENCE)
     assert process.returncode == 0 and "Traceback" not in err
+
+
+def test_what_is_loaded_is_kept_from_the_collector_while_it_works(monkeypatch):
+    kept = []
+    thread = SimpleNamespace(join=lambda: kept.append(gc.get_freeze_count()))
+    engine = SimpleNamespace(scheduler=SimpleNamespace(thread=thread), reason="it failed")
+    monkeypatch.setattr(time, "sleep", lambda seconds: kept.append(gc.get_freeze_count()) or sys.exit())
+    with pytest.raises(SystemExit):
+        work(SimpleNamespace(engine=engine), SimpleNamespace(go_on=False))
+    assert kept[0] > 10_000 and kept[1] == 0
 
 
 def test_a_server_that_is_told_to_end_while_it_loads():

@@ -19,6 +19,7 @@ from engine.request import RequestError
 from engine.tokenizer import OneAtATime
 from engine.trials import DEATHS, LOST, TRIALS, Trials, memory
 from tests.hostile import AT_ONCE, LATER, bomb, grammar_of
+from tests.longest_wait import LongestWait
 from tests.scripted import shipped
 
 
@@ -27,26 +28,6 @@ def vocabulary():
     made = Vocabulary(shipped().tokenizer)
     made.compile("start: /a/")              # the server of trials is up
     return made
-
-
-class LongestWait:
-    """How long another thread of this process waited for the interpreter's lock at most, in seconds."""
-
-    def __enter__(self):
-        self.longest, self.over = 0.0, threading.Event()
-        self.thread = threading.Thread(target=self._watch)
-        self.thread.start()
-        return self
-
-    def _watch(self):
-        last = time.perf_counter()
-        while not self.over.wait(0.001):
-            now = time.perf_counter()
-            self.longest, last = max(self.longest, now - last), now
-
-    def __exit__(self, *_):
-        self.over.set()
-        self.thread.join()
 
 
 @pytest.mark.parametrize("name", AT_ONCE)
