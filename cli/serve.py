@@ -75,7 +75,7 @@ def work(service: Service, options):
     """Waits, and starts another engine when a card fails and --go-on says so. Ends by an exception only."""
     is_working = True
     while is_working:
-        gc.freeze()                     # what is loaded now stays; to look for garbage in it halts all threads for 0.1 s
+        gc.freeze()                     # what is loaded now stays; looking for garbage in it would halt all threads
         service.engine.scheduler.thread.join()  # ends by a failure only; /health goes on to tell of it
         gc.unfreeze()
         qengine.note(f"qengine: {service.engine.reason}")
