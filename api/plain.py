@@ -101,19 +101,19 @@ def apply_template(service, body: dict):
 
 
 def health(service):
-    """Whether the server can answer, and why not. Of each card: its name, and its first and last layer. Of the models
-    beside the main one: what they are, and where."""
+    """Whether the main model can answer, and why not. Of each card: its name, and its first and last layer. Of the
+    models beside it: what they are, where, and why one has failed; the others go on."""
     engine = service.engine
     lost = {"lost": [told_of(fault) for fault in service.lost]} if service.lost else {}
     if service.is_draining:
         return {"status": "draining"}, 503
     if engine is None or service.is_loading:
         return {"status": "loading", **lost}, 503
-    if failed := next((one for one in service.engines if one.reason is not None), None):
-        which = {} if failed is engine else {"model": failed.name}
-        return {"status": "error", **which, "error": failed.reason, **told_of(failed.fault)}, 503
-    side = [{"model": one.name, "kind": one.kind, "cards": cards_of(one)} for one in service.side]
-    return {"status": "ok", "model": engine.name, "cards": cards_of(engine), **({"side": side} if side else {}), **lost,
+    side = [{"model": one.name, "kind": one.kind, "cards": cards_of(one), **failure_of(one)} for one in service.side]
+    beside = {"side": side} if side else {}
+    if engine.reason is not None:
+        return {"status": "error", **failure_of(engine), **beside}, 503
+    return {"status": "ok", "model": engine.name, "cards": cards_of(engine), **beside, **lost,
             "counts_pipes": engine.kind == "text" and engine.counts_pipes,
             "counts_experts": experts_used(engine) is not None}
 
@@ -121,6 +121,11 @@ def health(service):
 def cards_of(engine) -> list[dict]:
     return [{"name": card.describe(), "layers": [layers.start, layers.stop - 1]}      # the first and the last
             for card, layers in zip(engine.cards, engine.layers)]
+
+
+def failure_of(engine) -> dict:
+    """Why an engine has stopped, where, and since when; nothing while it works."""
+    return {} if engine.reason is None else {"error": engine.reason, **told_of(engine.fault)}
 
 
 def told_of(fault: Fault) -> dict:

@@ -211,14 +211,23 @@ def test_all_models_are_listed():
     assert health["model"] == "chat" and [one["model"] for one in health["side"]] == ["e", "r"]
 
 
-def test_a_side_model_that_fails_is_told_of():
+@pytest.mark.parametrize("failed", [["e"], ["r"], ["e", "r"], ["chat"], ["chat", "r"], []])
+def test_a_model_that_fails_is_told_of_and_the_others_go_on(failed):
+    """The server counts as failed if the main model has."""
     chat, side = everything()
-    web = app_of(chat, side).test_client()
-    side[0].reason, side[0].fault = "the engine has stopped: it burns", Fault("cuda:0", "it burns", 0)
+    web, engines = app_of(chat, side).test_client(), {one.name: one for one in (chat, *side)}
+    for name in failed:
+        engines[name].reason, engines[name].fault = f"{name} has stopped", Fault(f"card of {name}", "it burns", 0)
     health = web.get("/health")
-    assert health.status_code == 503 and health.json["model"] == "e" and "burns" in health.json["error"]
-    assert web.post(PATH, json=BODIES[PATH]).status_code == 503
-    assert web.post(CHAT, json=BODIES[CHAT]).status_code == 200
+    found = {one["model"]: one for one in health.json["side"]} | {"chat": health.json}
+    assert health.status_code == (503 if "chat" in failed else 200)
+    assert health.json["status"] == ("error" if "chat" in failed else "ok")
+    for name, told in found.items():
+        why = (f"{name} has stopped", f"card of {name}", "1970-01-01T00:00:00+00:00") if name in failed else (None,) * 3
+        assert (told.get("error"), told.get("card"), told.get("since")) == why
+    for path, body in BODIES.items():
+        said = web.post(path, json=body | {"model": "any"})
+        assert said.status_code == (503 if KINDS[path] in failed else 200), path
 
 
 @pytest.mark.parametrize("path", [PATH, "/v1/rerank", "/rerank", "/v2/rerank", OLLAMA, "/api/embeddings"])
