@@ -8,6 +8,7 @@ pytest.register_assert_rewrite("tests.card_cases")      # before anything import
 
 from kernels.nvidia import open_nvidia_cards
 from kernels.open import open_cards
+from tests.oracle import EMBEDDING, RERANKER, oracle_path
 
 pytest.register_assert_rewrite("tests.clients", "tests.four_ways")     # what test files share
 
@@ -51,5 +52,24 @@ def engine(card):
     """The small model of the tests on a card, for a module's tests to share; each leaves it as it was."""
     from tests.models import load_tiny      # not where only kernels are tested
     engine = load_tiny(card)
+    yield engine
+    engine.close()
+
+
+@pytest.fixture(scope="module")
+def embedder(card):
+    """The reference's embedding model on a card."""
+    yield from _reference(card, EMBEDDING)
+
+
+@pytest.fixture(scope="module")
+def reranker(card):
+    """The reference's reranker on a card."""
+    yield from _reference(card, RERANKER)
+
+
+def _reference(card, name):
+    import qengine                          # not where only kernels are tested
+    engine = qengine.load(oracle_path(f"gguf/{name}.gguf"), card=card, progress=False, ctx=512)
     yield engine
     engine.close()

@@ -9,6 +9,10 @@ import pytest
 ORACLE = Path(__file__).resolve().parents[1].parent / "shared" / "oracle"
 DATA = Path(__file__).resolve().parent / "data"  # the small files that a plain clone has
 
+EMBEDDING, RERANKER = "embed-Q8_0", "rerank-Q8_0"
+COSINE = 0.9995     # of our embeddings with those of float32 arithmetic, at least; llama.cpp's have 0.9993
+NEAR_SCORE = 0.015  # between our scores and a server's, at most: both have 8-bit products
+
 
 def oracle_path(name: str) -> Path:
     """Path of a file in the oracle, e.g. "gguf/dense_mtp-Q8_0.gguf"; skips the test when it is not there."""
@@ -35,3 +39,18 @@ def oracle_npz(name: str):
 def oracle_json(name: str):
     """A JSON file of the oracle, e.g. "manifest.json"."""
     return json.loads(oracle_path(name).read_text())
+
+
+def server_cosine() -> float:
+    """The least cosine of our embeddings with llama-server's, whose products have 8-bit activations throughout: its
+    angle to the reference, which the manifest has, and our largest one together."""
+    agreement = oracle_json("manifest.json")["models"][EMBEDDING]["embedding_agreement"]
+    return np.cos(np.arccos(agreement["cos_min_llamacpp_quantised_vs_hf"]) + np.arccos(COSINE))
+
+
+def server_said(group: str, path: str | None = None) -> list[tuple[str, dict, dict]]:
+    """(path, request, response) of what llama-server was asked: "embed" or "rerank". path: what was asked there."""
+    found = [(one["path"], one["request"], one["response"]) for one in oracle_json("server_responses.json")[group]]
+    found = [one for one in found if path in (None, one[0])]
+    assert found
+    return found

@@ -9,14 +9,13 @@ import ollama
 import openai
 import pytest
 
-import qengine
 from api.embeddings import read_texts
 from api.service import create_app
 from engine.pooling import MOST_TEXTS
 from engine.request import EngineStopped, Fault, RequestError
 from engine.tokenizer import ByteTokenizer
 from tests.clients import CHAT, HI, TEXT, app_of, assert_error, official_client, send, serving, wait_until
-from tests.oracle import oracle_json, oracle_path
+from tests.oracle import server_cosine, server_said
 from tests.scripted import ScriptedEngine, ScriptedPooling
 
 PATH, OLLAMA = "/v1/embeddings", "/api/embed"
@@ -332,30 +331,18 @@ def test_slots_show_answers_alone():
 # ---- the reference -------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def embedder(card):
-    engine = qengine.load(oracle_path("gguf/embed-Q8_0.gguf"), card=card, progress=False, ctx=512)
-    yield engine
-    engine.close()
-
-
 def test_as_llama_server_answers(embedder):
     """The same requests as llama-server was sent, by the official client: the same shape, the same counts, and nearly
-    the same directions, as tests/test_packing.py has it."""
-    agreement = oracle_json("manifest.json")["models"]["embed-Q8_0"]["embedding_agreement"]
-    least = np.cos(np.arccos(agreement["cos_min_llamacpp_quantised_vs_hf"]) + np.arccos(0.9995))
+    the same directions."""
     with serving(app_of(embedder)) as (port, _), official_client(port) as client:
-        for one in oracle_json("server_responses.json")["embed"]:
-            if one["path"] != PATH:
-                continue
-            want = one["response"]
-            _, _, said = send(port, "POST", PATH, one["request"])
+        for _, request, want in server_said("embed", PATH):
+            _, _, said = send(port, "POST", PATH, request)
             assert said["usage"] == want["usage"] and said.keys() == want.keys()
             for ours, theirs in zip(said["data"], want["data"], strict=True):
                 assert ours.keys() == theirs.keys() and (ours["index"], ours["object"]) == (theirs["index"],
                                                                                            theirs["object"])
-                assert np.dot(ours["embedding"], theirs["embedding"]) >= least
-            given = client.embeddings.create(**one["request"]).data
+                assert np.dot(ours["embedding"], theirs["embedding"]) >= server_cosine()
+            given = client.embeddings.create(**request).data
             np.testing.assert_array_equal(*(np.float32(rows) for rows in (
                 [each.embedding for each in given], [each["embedding"] for each in said["data"]])))
 

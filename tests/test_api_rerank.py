@@ -3,11 +3,10 @@
 import numpy as np
 import pytest
 
-import qengine
 from api import rerank as rerank_api
 from engine.pooling import MOST_TEXTS
 from tests.clients import app_of, assert_error, send, serving
-from tests.oracle import oracle_json, oracle_path
+from tests.oracle import NEAR_SCORE, server_said
 from tests.scripted import ScriptedPooling
 
 PATHS = "/v1/rerank", "/v2/rerank", "/rerank"
@@ -126,26 +125,17 @@ def test_as_many_documents_as_may_be(web):
 # ---- the reference -------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def reranker(card):
-    engine = qengine.load(oracle_path("gguf/rerank-Q8_0.gguf"), card=card, progress=False, ctx=512)
-    yield engine
-    engine.close()
-
-
 def test_as_llama_server_answers(reranker):
-    """The same requests as llama-server was sent: the same shape and counts, and nearly the same scores, as
-    tests/test_packing.py has it."""
+    """The same requests as llama-server was sent: the same shape and counts, and nearly the same scores."""
     with serving(app_of(reranker)) as (port, _):
-        for one in oracle_json("server_responses.json")["rerank"]:
-            want = one["response"]
-            status, _, said = send(port, "POST", one["path"], one["request"])
+        for path, request, want in server_said("rerank"):
+            status, _, said = send(port, "POST", path, request)
             assert status == 200 and said["usage"] == want["usage"] and said["object"] == want["object"]
             assert said.keys() - want.keys() == {"id", "meta"} and len(said["results"]) == len(want["results"])
             scores = {each["index"]: each["relevance_score"] for each in want["results"]}
             for each in said["results"]:
-                assert each["relevance_score"] == pytest.approx(scores[each["index"]], abs=0.015)
+                assert each["relevance_score"] == pytest.approx(scores[each["index"]], abs=NEAR_SCORE)
             found = [each["relevance_score"] for each in said["results"]]
             assert found == sorted(found, reverse=True)
-            assert found == sorted(reranker.rerank(one["request"]["query"], one["request"]["documents"]).astype(
+            assert found == sorted(reranker.rerank(request["query"], request["documents"]).astype(
                 str).astype(float).tolist(), reverse=True)[:len(found)]
