@@ -94,7 +94,13 @@ def test_control_tokens_in_texts_are_text(web, engine):
     ({"query": "a " * 600}, "documents"), ({"top_n": -1}, "top_n"), ({"top_n": "1"}, "top_n"),
     ({"top_n": True}, "top_n"), ({"return_documents": "yes"}, "return_documents"), ({"instruction": 5}, "instruction"),
     ({"query": "\ud800"}, "query"), ({"rank_fields": ["title"]}, "rank_fields"), ({"texts": ["a"]}, "texts"),
-    ({"max_tokens_per_doc": 5}, "max_tokens_per_doc"), ({"topn": 5}, "topn")], ids=lambda value: str(value)[:40])
+    ({"max_tokens_per_doc": 0}, "max_tokens_per_doc"), ({"max_tokens_per_doc": "5"}, "max_tokens_per_doc"),
+    ({"max_chunks_per_doc": 2}, "max_chunks_per_doc"), ({"truncation": "yes"}, "truncation"),
+    ({"truncation": False, "documents": ["a b " * 400]}, "documents"),
+    ({"max_tokens_per_doc": 510, "documents": ["a b " * 400]}, "documents"),
+    ({"truncation": True, "query": "a " * 600}, "documents"), ({"return_embeddings": True}, "return_embeddings"),
+    ({"truncate_prompt_tokens": 5}, "truncate_prompt_tokens"), ({"topn": 5}, "topn")],
+    ids=lambda value: str(value)[:40])
 def test_what_is_refused(engine, change, param):
     with serving(app_of(engine)) as (port, service):
         answer = send(port, "POST", "/v1/rerank", ASKED | change)
@@ -120,6 +126,48 @@ def test_a_small_body_that_asks_for_gigabytes(web, engine, body, monkeypatch):
 
 def test_as_many_documents_as_may_be(web):
     assert len(indices(web.post("/rerank", json={"query": "a", "documents": ["b"] * MOST_TEXTS}))) == MOST_TEXTS
+
+
+# ---- documents that are cut --------------------------------------------------------------------------------------
+
+LONG = ["a b c d e f g h", "a b", "대한민국의 수도는 서울입니다.", {"text": "😀😀😀 x", "title": "T"}, ""]
+
+
+def read_of(engine):
+    """The documents of the last request, as the model reads them."""
+    return [engine.tokenizer.decode(ids).partition("<Document>: ")[2] for ids in engine.requests[-1].texts]
+
+
+@pytest.mark.parametrize("most", [1, 2, 3, 5, 400])
+def test_documents_are_cut_to_so_many_tokens(web, engine, most):
+    """At their end, between characters; the answer counts them, and repeats the documents as they were sent."""
+    answer = web.post("/v2/rerank", json={"query": "letters", "documents": LONG, "max_tokens_per_doc": most,
+                                          "return_documents": True, "return_embeddings": False}).json
+    texts = [one if isinstance(one, str) else one["text"] for one in LONG]
+    ids = [engine.tokenizer.encode(text, allow_special=False) for text in texts]
+    left_out = [len(each) - most for each in ids if len(each) > most]
+    for text, each, read in zip(texts, ids, read_of(engine), strict=True):
+        assert text.startswith(read) and read == engine.tokenizer.decode(each[:most]).rstrip("\ufffd")
+    warnings = [f"documents that were cut: {len(left_out)}, by {sum(left_out)} tokens together"] if left_out else None
+    assert answer["meta"].get("warnings") == warnings and bool(left_out) == (most < 400)
+    assert answer["meta"]["tokens"]["input_tokens"] == sum(map(len, engine.requests[-1].texts))
+    documents = {one["index"]: one["document"] for one in answer["results"]}
+    assert [documents[i] for i in range(5)] == [{"text": one} if isinstance(one, str) else one for one in LONG]
+
+
+@pytest.mark.parametrize("text", ["a b " * 400, "😀" * 700, "é" * 600, "a"])
+@pytest.mark.parametrize("most", [None, 5, 10**6])
+def test_documents_are_cut_until_they_fit(web, engine, text, most):
+    """Without another token's room, unless fewer tokens were asked for."""
+    limit = {} if most is None else {"max_tokens_per_doc": most}
+    answer = web.post("/v1/rerank", json={"query": "q", "documents": [text, "b"], "truncation": True} | limit)
+    ids, short = engine.requests[-1].texts
+    n, n_whole = len(ids), len(engine.encode_pair("q", text))
+    assert indices(answer) and n <= engine.n_ctx and short == engine.encode_pair("q", "b")
+    assert ("warnings" in answer.json["meta"]) == (n < n_whole) == (text != "a")
+    if most != 5 and n < n_whole:
+        assert n > engine.n_ctx - 4             # an emoji has four tokens
+    assert text.startswith(read_of(engine)[0])
 
 
 # ---- the reference -------------------------------------------------------------------------------------------------

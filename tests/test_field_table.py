@@ -50,9 +50,10 @@ SHOWN = {
     "max_output_tokens": 3, "text": {"format": {"type": "json_object"}}, "reasoning": {"effort": "high"},
     "include": ["message.output_text.logprobs"], "metadata": {"a": "b"}, "truncation": "auto", "store": False,
     "encoding_format": "base64", "dimensions": 3, "query": "Other", "top_n": 1, "return_documents": True,
-    "instruction": "Find nothing"}
+    "instruction": "Find nothing", "max_tokens_per_doc": 1}
 SHOWN_ELSEWHERE = {
     (RERANK, "documents"): ["Other"],
+    (RERANK, "truncation"): (True, {"documents": ["Yes ", "Yes " * 500]}),      # without it they are refused
     (TEXT, "logprobs"): 1, (RESPONSES, "tools"): [TOOL | {"type": "function"}], (RESPONSES, "top_logprobs"): 1,
     (RESPONSES, "tool_choice"): ("required", {"tools": [TOOL | {"type": "function"}]}),
     (RESPONSES, "parallel_tool_calls"): (False, {"tools": [TOOL | {"type": "function"}]}),
@@ -70,12 +71,12 @@ def rows(effect):
             for path in row.paths]
 
 
-def ask(path, body):
+def ask(path, body, status=200):
     """What a request asks of the engine and what is answered, without what no two answers share."""
     kind = {EMBEDDINGS: "embedding", RERANK: "reranking"}.get(path)
     engine = ScriptedPooling(kind) if kind else ScriptedEngine(ANSWER, TEMPLATE if "documents" in body else None)
     answer = app_of(engine).test_client().post(path, json=BODIES[path] | body)
-    assert answer.status_code == 200, answer.text
+    assert answer.status_code == status, answer.text
     alone = r'"(id|item_id|call_id|created(_at)?|completed_at)": ?("[^"]*"|\d+)'
     return engine.requests, re.sub(alone, "", answer.text)
 
@@ -87,7 +88,8 @@ def test_obeyed(path, row):
     shown = SHOWN_ELSEWHERE.get((path, row.name), SHOWN[row.name])
     value, beside = shown if isinstance(shown, tuple) else (shown, {})
     without = {"documents": []} if (path, row.name) == (CHAT, "documents") else {}
-    assert ask(path, beside | {row.name: value}) != ask(path, beside | without)
+    status = 400 if (path, row.name) == (RERANK, "truncation") else 200
+    assert ask(path, beside | {row.name: value}) != ask(path, beside | without, status)
 
 
 @pytest.mark.parametrize("path, row", rows(WITHOUT_EFFECT))
