@@ -18,6 +18,7 @@ import jinja2.sandbox
 from engine.guard import ControlTokens
 
 MAX_LETTERS = 1 << 24       # of what a template writes; far more than a context holds
+UNHEARD_OF = "qengine-asks-for-what-no-template-has"
 
 
 class _GenerationTag(jinja2.ext.Extension):
@@ -47,20 +48,30 @@ def check(template: list) -> list[str]:
     return sorted(jinja2.meta.find_undeclared_variables(environment().parse(template[0])))
 
 
-def taken(template: list, name: str, values: list) -> list:
-    """Those of some values of a variable with which a template does not refuse a short conversation."""
-    found = []
-    for value in values:
+def taken(template: list, name: str, values: list[str]) -> list:
+    """[those of some values of a variable that a template has, all texts in it if it ignores values that it does not
+    know, else None].
+
+    It has a value unless it refuses a short conversation with it. If it ignores others, it has only those that stand in
+    it or that change the prompt.
+    """
+    def prompt(value):
         variables = {"messages": [{"role": "user", "content": "Hello"}], "tools": None, "add_generation_prompt": True,
                      "enable_thinking": True, name: value}
         try:
-            render(template, json.dumps(variables))
+            return render(template, json.dumps(variables))
         except MemoryError:
             raise
         except Exception:       # whatever a stranger's template raises
-            continue
-        found.append(value)
-    return found
+            return None
+
+    other, prompts = prompt(UNHEARD_OF), {value: prompt(value) for value in values}
+    found = [value for value in values if prompts[value] is not None]
+    if other is None or UNHEARD_OF in other.lower():
+        return [found, None]
+    texts = {node.value for node in environment().parse(template[0]).find_all(jinja2.nodes.Const)
+             if isinstance(node.value, str)}
+    return [[value for value in found if value in texts or prompts[value] != other], sorted(texts)]
 
 
 def render(template: list, values: str) -> str:

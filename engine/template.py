@@ -55,7 +55,7 @@ class ChatTemplate:
 
     source: the template's text. control: the names of control tokens. Only those that the template itself writes are
     control tokens of the prompt; whatever else looks like one has a GUARD inside (engine/guard.py).
-    variables: the names that the template asks for. efforts: those of EFFORTS that it takes, none where it does not ask
+    variables: the names that the template asks for. efforts: those of EFFORTS that it has, none where it does not ask
     for any.
 
     The template may be a stranger's, so it runs in a process of its own, with a limit of time and memory.
@@ -66,9 +66,10 @@ class ChatTemplate:
         self._template = [source, bos, eos, list(control)]
         try:
             self.variables = frozenset(RENDERING.call("check", self._template, seconds=SECONDS))
-            self.efforts: list[str] = []
+            self.efforts, self._known_words = [], None
             if EFFORT in self.variables:
-                self.efforts = RENDERING.call("taken", self._template, EFFORT, EFFORTS, seconds=SECONDS)
+                self.efforts, self._known_words = RENDERING.call("taken", self._template, EFFORT, EFFORTS,
+                                                                 seconds=SECONDS)
         except Failed as error:
             raise ModelError(f"the chat template cannot be used: {error}") from None
         except LimitExceeded as error:
@@ -103,6 +104,7 @@ class ChatTemplate:
         """
         if taken := sorted(OWN_NAMES & (template_kwargs or {}).keys()):
             raise RequestError("chat_template_kwargs", f"'chat_template_kwargs' may not set '{taken[0]}'")
+        self._check_effort((template_kwargs or {}).get(EFFORT))
         switches = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
         spare = marks_to_spare()
         values = (template_kwargs or {}) | switches | {
@@ -115,11 +117,17 @@ class ChatTemplate:
         return self._run(written, timeout)
 
     def effort(self, word: str) -> str | None:
-        """The template's own word for one of EFFORTS: the same, or else the next higher that it takes, or else the next
-        lower. None where it takes none."""
+        """The template's own word for one of EFFORTS: the same, or else the next higher that it has, or else the next
+        lower. None where it has none."""
         at = EFFORTS.index(word)
         higher, lower = ([each for each in some if each in self.efforts] for some in (EFFORTS[at:], EFFORTS[:at]))
         return higher[0] if higher else lower[-1] if lower else None
+
+    def _check_effort(self, word):
+        """Raises RequestError for a word that the template would ignore. Other words it refuses itself."""
+        if word is not None and self.efforts and self._known_words is not None and word not in self._known_words:
+            raise RequestError("chat_template_kwargs", f"the model's chat template has no {EFFORT} {str(word)[:80]!r}, "
+                                                       f"only {', '.join(self.efforts)}")
 
     def guarded(self, text: str) -> str:
         """A client's text as it may follow a prompt: neither it nor its beginning together with the end of the prompt

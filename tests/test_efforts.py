@@ -79,6 +79,44 @@ def test_words_that_a_template_takes(source, efforts):
     assert ChatTemplate(source).efforts == efforts
 
 
+NAMING = """\
+{%- if reasoning_effort == 'low' %}{{ 'Think little.' }}{% elif reasoning_effort in ['high', 'ultra'] %}
+{{- 'Think much.' }}{% elif reasoning_effort == 'medium' %}{% endif -%}
+{{ messages[-1].content }}"""
+SWITCH = "{{ 'Think much.' if reasoning_effort }}{{ messages[-1].content }}"
+
+
+@pytest.mark.parametrize("source, efforts, refused", [
+    (NAMING, ["low", "medium", "high"], ["max", "hihg", "", 5, True, ["low"]]), (SWITCH, [], []),
+    ("{{ reasoning_effort | upper }}", list(EFFORTS), []), ("{{ reasoning_effort }}", list(EFFORTS), []),
+    ("{{ 'a' if reasoning_effort is string else 'b' }}", [], []),
+    ("{{ {'low': 1, 'max': 2}.get(reasoning_effort) }}", ["low", "max"], ["high"])])
+def test_a_word_that_a_template_would_ignore(source, efforts, refused):
+    """It is refused, and those that the template has are listed; others, even such that OpenAI has not, reach it."""
+    template = ChatTemplate(source)
+    assert template.efforts == efforts
+    for word in refused:
+        with pytest.raises(RequestError, match=f"has no reasoning_effort .*, only {', '.join(efforts)}$") as caught:
+            template.render([HI], template_kwargs={"reasoning_effort": word})
+        assert caught.value.field == "chat_template_kwargs"
+    for word in (*efforts, *({"ultra"} if source is NAMING else {"new"} if not refused else {}), None):
+        template.render([HI], template_kwargs={"reasoning_effort": word})
+
+
+def test_efforts_of_a_template_that_ignores_others():
+    """OpenAI's words become the nearest that it has, never one that it ignores."""
+    engine = ScriptedEngine("Hello.", ChatTemplate(NAMING))
+    web = app_of(engine).test_client()
+    for word in EFFORTS:
+        answer = web.post(CHAT, json={"messages": [HI], "reasoning_effort": word})
+        assert answer.status_code == 200 and engine.requests[-1].thinking_budget is None
+        nearest = "low" if word in ("none", "minimal", "low") else "medium" if word == "medium" else "high"
+        prompt = engine.tokenizer.decode(engine.requests[-1].prompt_ids)
+        assert told(prompt) == {"low": "Think little.", "medium": None, "high": "Think much."}[nearest]
+    answer = web.post(CHAT, json={"messages": [HI], "chat_template_kwargs": {"reasoning_effort": "most"}})
+    assert answer.status_code == 400 and "no reasoning_effort 'most', only low, medium, high" in answer.text
+
+
 def test_a_template_that_takes_for_ever_over_a_word(monkeypatch):
     from engine import template as room
     monkeypatch.setattr(room, "SECONDS", 0.5)
