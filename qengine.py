@@ -89,7 +89,7 @@ from engine.text_engine import TextEngine, TextOnly
 from engine.thinking import constraint_of
 from engine.tokenizer import ByteTokenizer, Tokenizer, encode_prompt, load_tokenizer
 from engine.turns import Ticket, Turns
-from engine.weights import FileWeights, Loader, Stack, SyntheticWeights, Tensors, Weights, fits_blocks
+from engine.weights import FileWeights, Loader, Stack, SyntheticWeights, Tensors, Weights, fits_blocks, is_factor
 from engine.worker import Task, Worker, stop_all
 from kernels import (advance, attend_decode, attention, checkpoint, conv, embedding, float_matmul, gdn, gdn_decode,
                      kv_cache, logprobs, norm, pool, probe, q8_gemm, q8_gemv, quantize, rope, swiglu)
@@ -696,10 +696,9 @@ def check_model(config: Config, gguf: GGUF):
         if tensor.type not in allowed:
             raise ModelError(f"{gguf.path}: tensor '{name}' (byte {tensor.offset}) is of type "
                              f"{tensor.type}, not {', '.join(allowed)}")
-    unknown = next((name for name in gguf.tensors if name not in shapes), None)
+    unknown = next((name for name in gguf.tensors if name not in shapes and not is_factor(gguf, name)), None)
     if unknown is not None and unknown.endswith((".scale", ".input_scale")):
-        raise ModelError(f"{gguf.path}: tensor {unknown[:80]!r} scales a whole matrix (of NVFP4, as a rule), which the "
-                         "engine does not do: take a file without such tensors")
+        raise ModelError(f"{gguf.path}: tensor {unknown[:80]!r} is no float32 factor of a matrix in NVFP4")
     if unknown is not None:
         raise ModelError(f"{gguf.path}: tensor {unknown[:80]!r} is not part of the "
                          f"{config.architecture} architecture")

@@ -172,9 +172,12 @@ class FileLoader(Loader):
         for part in parts:
             if not format:
                 finite.find_nonfinite(self.card, part.values, flag)
+        if (given := factors_of(self.gguf, name)) is not None:
+            for part, factor in zip(parts, np.broadcast_to(given, len(parts)), strict=True):
+                formats.scale_rows(self.card, format, part.scales, part.n, part.k, factor)
 
     def fill_floats(self, array: Array, name: str):
-        self.card.copy_in(array, self.gguf.floats(name).reshape(array.shape))
+        self.card.copy_in(array, floats_of(self.gguf, name).reshape(array.shape))
 
     def check(self):
         """Raises ModelError if a matrix holds a value that is not a finite number."""
@@ -184,6 +187,34 @@ class FileLoader(Loader):
             what = "block scale" if tensor.type in FORMATS else "value"
             raise ModelError(f"{self.gguf.file_of[tensor.name].path}: tensor '{tensor.name}' holds a {what} that is "
                              "not a finite number")
+
+
+# ---- factors of matrices -------------------------------------------------------------------------------------------
+# Files in NVFP4 have them in tensors of their own: X.scale, with a number for X.weight, or for each of its experts.
+# X.input_scale is for cards that quantise activations to 4 bits.
+
+
+def is_factor(gguf: GGUF, name: str) -> bool:
+    """Whether a tensor is a factor, or is for 4-bit activations, of a matrix whose format takes one."""
+    stem, _, kind = name.rpartition(".")
+    matrix, tensor = gguf.tensors.get(f"{stem}.weight"), gguf.tensors[name]
+    if matrix is None or matrix.type not in FORMATS or not FORMATS[matrix.type].row_head or tensor.type != "F32":
+        return False
+    shapes = [(1,)] + [(matrix.shape[0],)] * (len(matrix.shape) == 3)
+    return kind in ("scale", "input_scale") and tensor.shape in shapes
+
+
+def factors_of(gguf: GGUF, name: str) -> np.ndarray | None:
+    """The factors of a matrix or of experts, float32 [1] or [n_experts]; None where there are none. Raises ModelError
+    where one is not finite."""
+    factor = f"{name.removesuffix('.weight')}.scale"
+    return gguf.floats(factor) if factor in gguf.tensors and is_factor(gguf, factor) else None
+
+
+def floats_of(gguf: GGUF, name: str) -> np.ndarray:
+    """The values of a tensor of the model as float32: with its factor, if it has one."""
+    values, given = gguf.floats(name), factors_of(gguf, name)
+    return values if given is None else values * given.reshape(-1, *[1] * (values.ndim - 1))
 
 
 def places_of_slots(experts: Experts, n_experts: int) -> np.ndarray:
@@ -243,7 +274,7 @@ class FileWeights(Weights):
 
     def floats(self, name: str) -> np.ndarray:
         """The values of a tensor as float32, on the host."""
-        return self.gguf.floats(name)
+        return floats_of(self.gguf, name)
 
     def __init__(self, gguf: GGUF):
         self.gguf = gguf

@@ -24,7 +24,7 @@ from numba import cuda
 from numba.types import float32, uint16, uint32
 
 from kernels.bench import Case, main
-from kernels.formats import FORMATS, as_words
+from kernels.formats import FORMATS, as_words, pack_scales
 from kernels.intrinsics import float_as_word, half_bits, store_word
 
 THREADS = 256
@@ -76,7 +76,7 @@ def random_matrix_reference(format, n, k, seed):
     floats = [d, d * np.float32(made.second * format.values.mean())][:n_floats] if format.minima else [d] * n_floats
     encode = ENCODERS[format.scales.kind][0]
     floats = [encode(value, drawn[:, i]) for i, value in enumerate(floats)]
-    wd = np.concatenate([integers.astype(np.uint16), np.stack(floats, axis=1)], axis=1)
+    wd = pack_scales(format, np.concatenate([integers.astype(np.uint16), np.stack(floats, axis=1)], axis=1), n)
     return words.view(wq_type).reshape(wq_shape), wd.view(wd_type).reshape(wd_shape)
 
 
@@ -170,14 +170,19 @@ def headers_kernel(format):
     """The kernel of random headers of a format."""
     made, wd_words, encode = format.random, format.wd_words, ENCODERS[format.scales.kind][1]
     n, base, mask, factor = made.integers, made.base, made.mask, made.factor
-    has_minimum, n_drawn = format.minima > 0, drawn_words(format)
+    has_minimum, n_drawn, head = format.minima > 0, drawn_words(format), format.row_head or (0, 0)
+    n_head = len(format.row_head)
 
     @cuda.jit
-    def random_headers(out, count, seed, unit, minimum):
-        """minimum: of a weight, relative to d."""
+    def random_headers(out, count, per_row, seed, unit, minimum):
+        """per_row: headers of a row. minimum: of a weight, relative to d."""
         i = uint32(uint32(cuda.blockIdx.x) * uint32(THREADS) + uint32(cuda.threadIdx.x))
         if i < count:
-            to, drawn = uint32(i * uint32(wd_words)), uint32(i * uint32(n_drawn))
+            row, drawn = uint32(i // per_row), uint32(i * uint32(n_drawn))
+            to = uint32(uint32(i * uint32(wd_words)) + uint32(uint32(row + uint32(1)) * uint32(n_head)))
+            if n_head and i == uint32(row * per_row):
+                out[uint32(to - uint32(2))] = uint16(head[0])
+                out[uint32(to - uint32(1))] = uint16(head[1])
             for j in range(uint32(n)):
                 h = random_bits(uint32(drawn + uint32(j)), uint32(seed + uint32(1)))
                 out[uint32(to + uint32(j))] = uint16(
@@ -203,8 +208,8 @@ def random_matrix(card, format, wq, wd, n, k, seed):
     card.launch(random_words, -(-words // THREADS), THREADS, wq.reshape(-1), words, seed,
                 format.random.codes == "sevens", format.random.codes == "ternary")
     minimum = float(np.float32(format.random.second * format.values.mean()))
-    card.launch(headers_kernel(format), -(-count // THREADS), THREADS, as_words(wd), count, (seed + 1) % 2**32, unit,
-                minimum)
+    card.launch(headers_kernel(format), -(-count // THREADS), THREADS, as_words(wd), count, k // format.file_block,
+                (seed + 1) % 2**32, unit, minimum)
 
 
 def random_uniform(card, out, low, high, seed):

@@ -198,10 +198,11 @@ def quantize(kind, values):
 # ---- files -------------------------------------------------------------------------------------------------------
 
 
-def rewrite(source, path, convert, keys=None):
+def rewrite(source, path, convert, keys=None, more=None):
     """Writes the GGUF file `source` to `path` with other tensors: convert(tensor, values) takes a TensorInfo and its
     values as float32, and returns an array to store, or (bytes, GGMLQuantizationType) for a type NumPy lacks, or None
-    for none. keys: metadata that is changed, added, or left out where the value is None."""
+    for none. keys: metadata that is changed, added, or left out where the value is None. more: further tensors, by
+    name."""
     source, reader, keys = GGUF(source), gguf.GGUFReader(str(source)), dict(keys or {})
     writer = gguf.GGUFWriter(str(path), source.get("general.architecture", str))
     for key, field in reader.fields.items():
@@ -216,6 +217,8 @@ def rewrite(source, path, convert, keys=None):
         if (stored := convert(tensor, source.floats(name))) is not None:
             array, kind = stored if isinstance(stored, tuple) else (stored, None)
             writer.add_tensor(name, array, raw_dtype=kind)
+    for name, array in (more or {}).items():
+        writer.add_tensor(name, array)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

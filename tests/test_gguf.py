@@ -17,7 +17,7 @@ from engine.gguf import SUPPORTED_TYPES
 from engine.template import ChatTemplate
 from engine.tokenizer import load_tokenizer
 from engine.weights import FileWeights
-from kernels.formats import FLOATS, FORMATS, GGML_TYPES, factors, pack, random_raw, split
+from kernels.formats import FLOATS, FORMATS, GGML_TYPES, factors, pack, pack_scales, random_raw, split
 from models.quantize import quantize
 from tests.models import has_codes
 from tests.oracle import DATA, oracle_files, oracle_path
@@ -203,8 +203,8 @@ def test_matrices_of_every_supported_type(tmp_path, kind):
     (dict(drop=["blk.3.nextn.enorm.weight"]), "tensor 'blk.3.nextn.enorm.weight' is missing"),
     (dict(tensors={"blk.0.extra.weight": (ones(2, 32), "F32")}), "'blk.0.extra.weight' is not part"),
     (dict(tensors={"blk.0.ffn_up.weight": (ones(256, 256), "I8")}), "is of type I8, not Q8_0, Q4_0"),
-    (dict(tensors={"blk.0.ffn_up.scale": (ones(1), "F32")}), "'blk.0.ffn_up.scale' scales a whole matrix"),
-    (dict(tensors={"blk.0.ffn_up.input_scale": (ones(1), "F32")}), "'blk.0.ffn_up.input_scale' scales a whole matrix"),
+    (dict(tensors={"blk.0.ffn_up.scale": (ones(1), "F32")}), "'blk.0.ffn_up.scale' is no float32 factor"),
+    (dict(tensors={"blk.0.ffn_up.input_scale": (ones(1), "F32")}), "'blk.0.ffn_up.input_scale' is no float32 factor"),
     (dict(tensors={"output_norm.weight": (ones(256), "Q8_0")}), "is of type Q8_0, not F32, F16, BF16"),
     (dict(keys={"tokenizer.ggml.tokens": ["a"]}), "has 1 tokens and the embedding table 4096 rows"),
 ])
@@ -521,7 +521,7 @@ def test_random_bytes_for_a_matrix(tmp_path, card, kind):
         used = 2 * format.file_block * format.bits // 8
         got = card.download(matrix.values).view(np.uint8)[:, :used]
         np.testing.assert_array_equal(got, pack(format, planes, 3)[:, :used])
-        np.testing.assert_array_equal(card.download(matrix.scales).view(np.uint16).reshape(-1), wd)
+        np.testing.assert_array_equal(card.download(matrix.scales).view(np.uint16), pack_scales(format, wd, 3))
 
 
 def test_arrays_of_the_metadata_outlive_the_file():

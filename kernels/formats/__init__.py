@@ -48,11 +48,12 @@ Pipe: none; the bus that brings the file is the bound. Its layout: github.com/gg
 
 from kernels.formats import code_books, k_quants, legacy, tables, ternary
 from kernels.formats.floats import FLOATS, Float
-from kernels.formats.format import (BLOCK, Format, as_words, dequantize, factors, on_card, pack, product_reference,
-                                    random_raw, repack, split)
+from kernels.formats.format import (BLOCK, Format, as_words, dequantize, factors, on_card, pack, pack_scales,
+                                    product_reference, random_raw, repack, scale_rows, split)
 
 __all__ = ["BLOCK", "FLOATS", "FORMATS", "GGML_TYPES", "OTHER_TYPES", "Float", "Format", "as_words", "dequantize",
-           "factors", "on_card", "pack", "product_reference", "random_raw", "repack", "split"]
+           "factors", "on_card", "pack", "pack_scales", "product_reference", "random_raw", "repack", "scale_rows",
+           "split"]
 
 FORMATS = {format.name: format for format in (
     legacy.Q8_0, legacy.Q4_0, tables.IQ4_NL, legacy.Q5_0, k_quants.Q4_K, k_quants.Q5_K, k_quants.Q6_K,

@@ -6,7 +6,7 @@ import numpy as np
 
 from kernels.bench import Case
 from kernels.formats import FORMATS
-from kernels.formats.format import pack, random_raw, repack, split
+from kernels.formats.format import pack, pack_scales, random_raw, repack, scale_rows, split
 
 SHAPES = [(1, 1), (5, 3), (33, 2)]  # rows, blocks of the file in one
 
@@ -24,9 +24,16 @@ def check_repack(card, format, n, k):
     want_wq, used = pack(format, planes, n), k * format.bits // 8  # what follows in a row stays as it was
     got_wq, got_wd = card.download(wq).view(np.uint8), card.download(wd).view(np.uint16)
     np.testing.assert_array_equal(got_wq[:n, :used], want_wq[:, :used])
-    np.testing.assert_array_equal(got_wd[:n].reshape(-1), want_wd)
+    want_wd = pack_scales(format, want_wd, n)
+    np.testing.assert_array_equal(got_wd[:n], want_wd)
     assert (got_wq[n] == 255).all() and (got_wd[n] == 65535).all(), "wrote past the end"
     assert card.download(bad)[0] == 0
+    if format.row_head:
+        scale_rows(card, format, wd[:n], n, k, 0.3)
+        want_wd[:, :2] = np.array([0.3], np.float32).view(np.uint16)
+        got_wd = card.download(wd).view(np.uint16)
+        np.testing.assert_array_equal(got_wd[:n], want_wd)
+        assert (got_wd[n] == 65535).all(), "wrote past the end"
     for place, value in format.scales.bad():
         wrong = raw.copy()
         wrong[-1, place:place + len(value)] = value

@@ -6,7 +6,8 @@ so many bytes of each block, so that neighbouring lanes load neighbouring bytes:
 
     planes (16, 4)      [k / 32][16] bytes, then [k / 32][4] bytes, then padding to 16 bytes        uint8 [n, q_row(k)]
 
-A row of `wd` has the scales: a header of wd_words uint16 for each block of the file.
+A row of `wd` has the scales: a header of wd_words uint16 for each block of the file. In front of the first one stands
+what the whole row shares, `row_head`, where a format has such a thing.
 """
 
 from collections import namedtuple
@@ -16,7 +17,7 @@ from functools import cached_property
 
 import numpy as np
 from numba import cuda
-from numba.types import uint32, uint64
+from numba.types import uint16, uint32, uint64
 
 from kernels.formats.floats import EXPONENT
 from kernels.intrinsics import (load_word, load_words2, load_words4, store_word, store_words2, store_words4,
@@ -160,9 +161,10 @@ class Format:
     terms(blocks), NumPy: -> Terms.
     take(words, raw, at, j): the planes' words of block j of the file's block at raw[at]. raw: uint16, or uint8 where
         file_bytes is odd.
-    take_scales(wd, raw, at, j, to, b): writes the scales of the same block, which is block b of the row whose headers
-        start at wd[to]; returns whether they are finite. Block 0 of a file's block writes what all of its blocks share.
-    fetch_scales(raw, at, wd, d_from, b): the loads of what block b needs of a row's headers, which start at wd[d_from],
+    take_scales(wd, raw, at, j, to, b): writes the scales of the same block, which is block b of the row that starts at
+        wd[to]; returns whether they are finite. Block 0 of a file's block writes what all of its blocks share, block 0
+        of a row its row_head.
+    fetch_scales(raw, at, wd, d_from, b): the loads of what block b needs of a row's scales, which start at wd[d_from],
         into raw[at], raw[at + 1], ...: scale_words of them.
     unpack(w, scales, raw, book): raw, the planes' words and behind them the scales' -> w uint32 [8], int8 in order of
         k, and scales uint32 [n_scales]: float scales, integer scales, negated minima; float32 bits or int32.
@@ -190,6 +192,7 @@ class Format:
     scales: object = HalfScales(0)
     random: Random = Random()
     wd_type: type = np.uint16
+    row_head: tuple[int, ...] = ()  # uint16 in front of a row's headers: a float32 factor of the row, here 1
     in_order: bool = False  # codes of 4 bits lie in order in their plane (kernels/formats/codes.py)
     table: bool = False  # `unpack` holds a table in registers
     load_book: Callable = no_book
@@ -248,7 +251,7 @@ class Format:
 
     def d_row(self, k):
         """uint16 of a row of wd."""
-        return k // self.file_block * self.wd_words
+        return len(self.row_head) + k // self.file_block * self.wd_words
 
     def arrays(self, n, k):
         """((shape, dtype) of wq, (shape, dtype) of wd) of a matrix [n, k]; file_block divides k."""
@@ -271,12 +274,12 @@ def fetch_function(format, loads):
 
 def starts_function(format):
     """starts(row, blocks): where a row of `blocks` blocks starts, (byte of wq, uint16 of wd)."""
-    bits, per_unit, wd_words = format.bits, format.per_unit, format.wd_words
+    bits, per_unit, wd_words, head = format.bits, format.per_unit, format.wd_words, len(format.row_head)
 
     @cuda.jit(device=True, forceinline=True)
     def starts(row, blocks):
         q_row = uint32(uint32(uint32(blocks * uint32(4 * bits)) + uint32(15)) & uint32(0xFFFFFFF0))
-        d_row = uint32(uint32(blocks // uint32(per_unit)) * uint32(wd_words))
+        d_row = uint32(uint32(uint32(blocks // uint32(per_unit)) * uint32(wd_words)) + uint32(head))
         return uint32(row * q_row), uint32(row * d_row)
 
     return starts
@@ -333,6 +336,12 @@ def pack(format, planes, n):
     return np.pad(rows, ((0, 0), (0, -rows.shape[1] % 16)))
 
 
+def pack_scales(format, wd, n):
+    """The headers of the blocks of n rows -> wd as on the card, uint16 [n, d_row]."""
+    head = np.tile(np.array(format.row_head, np.uint16), (n, 1))
+    return np.concatenate([head, wd.reshape(n, -1)], axis=1)
+
+
 def spread(parts):
     """[n_blocks, 0, 1 or 2], of a block or its halves -> of its 32 weights; nothing is 0."""
     return np.repeat(parts, BLOCK // parts.shape[1], axis=1) if parts.shape[1] else parts.dtype.type(0)
@@ -385,6 +394,23 @@ def repack(card, format, wq, wd, raw, bad, first, k, *, stream=None):
     raw = raw.reshape(-1) if format.file_bytes % 2 else as_words(raw)
     card.launch(format.repack_kernel, -(-count // THREADS), THREADS, wq.reshape(-1), as_words(wd), raw, bad,
                 k // BLOCK, first * format.per_unit, count, stream=stream)
+
+
+@cuda.jit
+def write_factors(wd, n, d_row, factor):
+    row = uint32(cuda.blockIdx.x * uint32(THREADS) + cuda.threadIdx.x)
+    if row < n:
+        at = uint32(row * d_row)
+        wd[at] = uint16(uint32(factor & uint32(0xFFFF)))
+        wd[uint32(at + uint32(1))] = uint16(uint32(factor >> uint32(16)))
+
+
+def scale_rows(card, format, wd, n, k, factor):
+    """Makes a float32 `factor` that of all rows of a matrix [n, k], which has been repacked. format: one with a
+    row_head."""
+    assert len(format.row_head) == 2
+    card.launch(write_factors, -(-n // THREADS), THREADS, as_words(wd), n, format.d_row(k),
+                int(np.float32(factor).view(np.uint32)))
 
 
 def on_card(card, format, raw, n, k):

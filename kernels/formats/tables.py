@@ -12,6 +12,7 @@ e = 255 and a float byte with seven bits set stand for what is no number (OCP Mi
 
 import numpy as np
 from numba import cuda
+from numba.cuda.libdevice import fmul_rn
 from numba.types import float32, int32, uint16, uint32
 
 from kernels.formats.codes import (in_order, lookup_function, lookup_in_order,
@@ -20,7 +21,7 @@ from kernels.formats.codes import (in_order, lookup_function, lookup_in_order,
 from kernels.formats.format import Format, Random, Terms, byte_at, is_finite, word_at
 from kernels.formats.legacy import (fetch_scale, halves_at, no_minima, split_function, take_halves, take_scale,
                                     terms_function, unpack_scaled)
-from kernels.intrinsics import float_as_word, half_to_float, word_as_float
+from kernels.intrinsics import float_as_word, half_to_float, load_word, word_as_float
 
 IQ4_VALUES = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.int8)
 FP4_VALUES = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.int8)
@@ -189,6 +190,13 @@ MXFP4 = Format(
 
 
 # ---- NVFP4: four scales, then codes: 8 bytes for each 16 weights ---------------------------------------------------
+#
+# A file may have a float32 factor of a whole matrix, in a tensor of its own: w . x is the factor times what the blocks
+# say (build_lora_mm of llama.cpp's src/llama-graph.cpp). On a card each row has its factor in front, so that matrices
+# with different factors can lie in one. It multiplies the scale of 16 weights, rounded to float32; 1 changes none.
+
+ROW_HEAD = 0x0000, 0x3F80       # 1 as float32
+
 
 class MiniFloats:
     """Four bytes in front of a block, each a float without sign: 4 bits of exponent, 3 of mantissa. Half of it is the
@@ -244,8 +252,17 @@ def take_nvfp4(low, high, raw, at, j):
 @cuda.jit(device=True, forceinline=True)
 def take_mini_floats(wd, raw, at, j, to, b):
     pair = uint32(raw[uint32(at + j)])
-    wd[uint32(to + b)] = uint16(pair)
+    if b == uint32(0):
+        wd[to] = uint16(ROW_HEAD[0])
+        wd[uint32(to + uint32(1))] = uint16(ROW_HEAD[1])
+    wd[uint32(to + uint32(b + uint32(2)))] = uint16(pair)
     return uint32(pair & uint32(0x7F)) != uint32(0x7F) and uint32(pair & uint32(0x7F00)) != uint32(0x7F00)
+
+
+@cuda.jit(device=True, forceinline=True)
+def fetch_mini_floats(raw, at, wd, d_from, b):
+    raw[at] = uint32(wd[uint32(d_from + uint32(b + uint32(2)))])
+    raw[at + 1] = load_word(wd, d_from)
 
 
 @cuda.jit(device=True, forceinline=True)
@@ -256,11 +273,12 @@ def half_mini_float(byte):
 @cuda.jit(device=True, forceinline=True)
 def unpack_nvfp4(w, scales, raw, book):
     LOOK_UP_FP4(w, raw)
-    scales[0] = float_as_word(half_mini_float(raw[4]))
-    scales[1] = float_as_word(half_mini_float(uint32(raw[4] >> uint32(8))))
+    factor = word_as_float(raw[5])
+    scales[0] = float_as_word(fmul_rn(half_mini_float(raw[4]), factor))
+    scales[1] = float_as_word(fmul_rn(half_mini_float(uint32(raw[4] >> uint32(8))), factor))
 
 
 NVFP4 = Format(
     "NVFP4", 40, 64, 36, PLANES, 2, split_nvfp4, terms_nvfp4, take_in_order(take_nvfp4), take_mini_floats,
-    fetch_scale, unpack_nvfp4, FP4_VALUES, float_scales=2, scales=MiniFloats(),
-    in_order=True, table=True)
+    fetch_mini_floats, unpack_nvfp4, FP4_VALUES, scale_words=2, float_scales=2, scales=MiniFloats(),
+    in_order=True, table=True, row_head=ROW_HEAD)
