@@ -94,9 +94,9 @@ def write_experts(path, kinds=None, keys=None, change=None, fused=False):
 PROMPT = [5, 300, 77, 1024, 9, 2048, 31] * 6
 
 
-def results(path, card):
+def results(path, card, **options):
     """(logits of PROMPT, float32 [42, n_vocab]; the 6 greedy tokens after it) of a model file."""
-    engine = qengine.load(str(path), card=card, ctx=128, progress=False)
+    engine = qengine.load(str(path), card=card, ctx=128, progress=False, **options)
     tokens = [delta.token_id for delta in engine.submit(qengine.Request(PROMPT, max_tokens=6, ignore_eos=True))]
     logits = engine.evaluate(PROMPT)
     engine.close()

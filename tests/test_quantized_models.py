@@ -87,6 +87,10 @@ def test_factors_that_the_scales_undo(card, tmp_path, with_experts):
     (want, tokens), (logits, found) = (results(tmp_path / f"{name}.gguf", card) for name in ("plain", "factors"))
     np.testing.assert_array_equal(logits, want)
     assert found == tokens and want.std() > 0.1
+    if with_experts:                    # the same of experts in host memory
+        logits, found = results(tmp_path / "factors.gguf", card, expert_memory=0)
+        np.testing.assert_array_equal(logits, want)
+        assert found == tokens
 
 
 def test_factors_of_any_size(card, tmp_path):
