@@ -33,7 +33,8 @@ A block adds this to a product with int8 activations xq of scale xd (kernels/qua
     dot    = sum of q * xq over the block, exact
              Where halves have an s each: sum of s * q * xq, exact
     acc    = fma(float(dot), ws * xd, acc)           ws = d, d * s or, where halves have an s each, d
-             NVFP4: such a step for the first half of the block, then for the second
+             NVFP4: such a step for the first half of the block, then for the second; ws = the half's scale times
+             the factor of the row, which is 1 unless the file has one
     acc    = fma(-minimum, xd * float(sum of xq), acc)      where there is a minimum; of Q2_K for each half
 
 Pipe: none; the bus that brings the file is the bound. Its layout: github.com/ggml-org/ggml, src/ggml-quants.c.
