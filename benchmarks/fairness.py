@@ -18,6 +18,7 @@ import time
 import numpy as np
 
 import qengine
+from cli.serve import freeze
 
 SHORT = 20                  # tokens of the short prompt, and of those of answers
 ARRIVES = 0.1               # seconds after the long ones
@@ -37,6 +38,7 @@ def main():
     slots = choice.answers + 1 if choice.answers else choice.long + 2
     engine = qengine.load(choice.model, card=choice.card, ctx=2 * choice.prompt, slots=slots)
     first(engine)                                   # what a card does for the first time takes longer
+    freeze()                                        # as a server does
     for line in gap_lines(engine, choice) if choice.answers else lines(engine, choice):
         print(line, flush=True)
     engine.close()

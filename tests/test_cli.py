@@ -19,6 +19,7 @@ import pytest
 
 import qengine
 from cli import interrupts
+from cli import serve as server
 from cli.main import main
 from cli.options import EXAMPLES, build_parser
 from cli.serve import work
@@ -413,6 +414,24 @@ def test_the_end_of_a_server_tells_its_clients(signals, arguments, code):
     out, err = process.communicate(timeout=PATIENCE)
     assert (process.returncode, out) == (code, "") and "Traceback" not in err
     assert ("draining: 1 running" in err) == (signals != [signal.SIGINT])
+
+
+def test_what_lives_as_long_as_an_engine_is_left_out_of_collections(monkeypatch):
+    """From the first moment on, and again when a server has gone on with another engine."""
+    frozen, engines = [], [None, None]
+
+    def join():                                     # an engine has failed
+        frozen.append(gc.get_freeze_count())
+        gc.unfreeze()
+        engines.pop()
+
+    service = SimpleNamespace(engine=SimpleNamespace(scheduler=SimpleNamespace(thread=SimpleNamespace(join=join)),
+                                                     reason="it has failed"))
+    monkeypatch.setattr(server, "go_on", lambda service, options: bool(engines))
+    monkeypatch.setattr(server, "time", SimpleNamespace(sleep=lambda seconds: sys.exit()))
+    with pytest.raises(SystemExit):
+        server.work(service, SimpleNamespace(go_on=True))
+    assert len(frozen) == 2 and min(frozen) > 10_000
 
 
 def test_a_server_that_is_told_to_end_lets_requests_go_on():
