@@ -69,6 +69,7 @@ from engine.experts import ExpertsMLP
 from engine.gguf import GGUF, SUPPORTED_TYPES
 from engine.hub import local_path
 from engine.hyperparameters import read_hyperparameters, synthetic_hyperparameters
+from engine.micro_batches import MicroBatch, PassInParts, Span
 from engine.packing import CLASSIFIER, Packed, Pooling, for_pooling, most_spans
 from engine.pipes import PipeMeter
 from engine.plan import (CHUNK, LEAST_CHECKPOINTS, MICRO_BATCHES, CacheSizes, Demand, Planner, StageCosts, Work,
@@ -298,56 +299,6 @@ class DecodePass:
     rows: Rows
     n: int
     width: int = 1
-
-
-class MicroBatch:
-    """A part of a prompt's pass, in a stream of its own. Each kernel leaves SMs idle in its last round of thread
-    blocks; kernels of other micro-batches use these SMs.
-
-    In each layer a micro-batch waits until the one before has written the layer's states, or keys and values. Nothing
-    else orders the micro-batches. benchmarks/results.md says what they gain.
-    """
-
-    def __init__(self, stream, before: "MicroBatch | None"):
-        self.stream, self.before = stream, before
-        self.done = collections.deque()     # an event per layer that is queued here and not yet in the next micro-batch
-
-    def queue(self, layers):
-        """Runs the generator `layers` with this micro-batch's stream; yields after each layer."""
-        while True:
-            with self.stream.card.on(self.stream):
-                if next(layers, None) is None:
-                    return
-            yield
-
-    @contextlib.contextmanager
-    def in_order(self):
-        """See `PromptPass`. The micro-batch before must have been queued up to this layer."""
-        if self.before:
-            self.stream.wait(self.before.done.popleft())
-        yield
-        self.done.append(self.stream.record())
-
-
-class PassInParts:
-    """A pass over a prompt whose layers are queued some at a time. Between two parts the card may do decode steps."""
-
-    def __init__(self, default_stream, streams, layers):
-        """streams: those of the micro-batches, if there are several. layers: an iterator; it queues a layer each time
-        it is asked for the next one."""
-        self.default_stream, self.streams, self.layers = default_stream, streams, layers
-
-    def queue(self, n_layers: int | None = None):
-        """Queue the next n_layers, or all that are left. They begin after all that is queued before them, and what is
-        queued later begins after them."""
-        if self.streams:
-            begin = self.default_stream.record()
-            for stream in self.streams:
-                stream.wait(begin)
-        for _ in itertools.islice(self.layers, n_layers):
-            pass
-        for stream in self.streams:
-            self.default_stream.wait(stream.record())
 
 
 # ======================================================================================================
@@ -1101,30 +1052,28 @@ class Stage:
     def queue_prompt(self, ids, slot: int, start: int, marks, tap, n_layers: int | None = None):
         """Queue a pass over consecutive tokens of a slot. The hidden states stay in the model's scratch.x until the
         next pass. marks: (tokens of the pass, number of the checkpoint that is taken after them). n_layers: queue only
-        so many layers of the pass, and the others by `continue_prompt`. Returns the event at the
-        end of the pass, or None if the end is not queued."""
+        so many layers of the pass, and the others by `continue_prompt`. Returns the event at the end of the pass, or
+        the Span of a part."""
         n = len(ids)
         set_rows(self.inputs, ids, [slot] * n, range(start, start + n))
         inside = tuple(Mark(end, slot, self.n_slots + number) for end, number in marks if end < n)
         self.prompt = PromptRows(slot, start, n, [number for end, number in marks if end == n])
-        return self._queue_part(self.launch_prompt, n, inside, tap, n_layers, is_last=n_layers is None)
+        span = self._queue_part(self.launch_prompt, n, inside, tap, n_layers, is_last=n_layers is None)
+        return self.card.default_stream.record() if n_layers is None else span
 
-    def continue_prompt(self, n_layers: int | None):
-        """Queue n_layers more of the pass that `queue_prompt` has begun, or all that are left. Returns what that
-        does."""
-        return self._queue_part(self.layers_left.queue, n_layers, is_last=n_layers is None)
+    def continue_prompt(self, n_layers: int | None) -> Span:
+        """Queue n_layers more of the pass that `queue_prompt` has begun, or all that are left."""
+        return self._queue_part(self.layers_left.queue_timed, n_layers, is_last=n_layers is None)
 
     def _queue_part(self, launch, *arguments, is_last: bool):
         slot, start, n, numbers = self.prompt
         with self.card.span(f"slot {slot}, {n} tokens from {start} on"):
-            launch(*arguments)
+            span = launch(*arguments)
             if is_last and self.model.block:
                 self.model.block.prefill(self.model, self.prompt_pass(0, n, n), self.cache)
-        if not is_last:
-            return None
-        for number in numbers:
+        for number in numbers if is_last else ():
             self.cache.save(slot, number)
-        return self.card.default_stream.record()
+        return span
 
     def queue_first_choice(self, row: int, answer, n_drafts: int, log_probs: bool):
         """Queue the choice of an answer's first token from row `row` of the prompt's pass that was queued last, and
@@ -1215,7 +1164,7 @@ class Stage:
             # Layer by layer: otherwise the last micro-batch could begin only when all layers of the others are queued.
             layers = itertools.zip_longest(*queued)
             self.layers_left = PassInParts(self.card.default_stream, self.streams[:len(sizes)], layers)
-        self.layers_left.queue(n_layers)
+        return self.layers_left.queue() if n_layers is None else self.layers_left.queue_timed(n_layers)
 
     def launch_micro_batches_in_sequence(self, n: int):
         """Like `launch_prompt`, in one stream, because a recording has one: the micro-batches follow each other."""
@@ -1607,22 +1556,23 @@ class Pipeline:
         """A pass over a prompt: tokens of `slot` at positions start, start + 1, ...; start is a multiple of 64.
         marks: (tokens of the pass, number of the checkpoint to take after them), ascending; the tokens are a multiple
         of 64. n_pieces: queue only so many of the pieces that `piece_seconds` tells of; `continue_prefill` queues the
-        others. With a tap this returns when all is queued, or raises what the tap has raised."""
+        others, and this returns a task that gives the Span. With a tap this returns when all is queued, or raises what
+        the tap has raised."""
         if n_pieces is not None:
-            self.last.worker.post(self.last.queue_prompt, ids, slot, start, marks, tap, n_pieces)
-            return
+            return self.last.worker.post(self.last.queue_prompt, ids, slot, start, marks, tap, n_pieces)
         if tap:
             self.run(len(ids), Stage.queue_prompt, ids, slot, start, marks, tap, post=Worker.ask)[-1].result()
-            return
+            return None
         self.queued.append(self.run(len(ids), Stage.queue_prompt, ids, slot, start, marks, None)[-1])
         # The host stays few passes ahead, so that a cancellation stops the cards soon. Two for each stage: a card
         # computes one while another one crosses a link, and crossing may take as long as computing.
         if len(self.queued) >= 2 * len(self.stages):
             self.last.worker.wait(self.queued.popleft().result())
+        return None
 
-    def continue_prefill(self, n_pieces: int | None = None):
-        """Queue n_pieces more of a pass that `prefill` has begun, or all that are left."""
-        self.last.worker.post(self.last.continue_prompt, n_pieces)
+    def continue_prefill(self, n_pieces: int | None = None) -> Task:
+        """Queue n_pieces more of a pass that `prefill` has begun, or all that are left. A task that gives the Span."""
+        return self.last.worker.post(self.last.continue_prompt, n_pieces)
 
     def piece_seconds(self, rows: int, start: int) -> list[float]:
         """About how long each piece of a pass takes. Decode steps may run between two pieces. On one card each layer is
@@ -1912,13 +1862,13 @@ class Scheduler(Rounds):
         queued, run.pieces = run.pieces[:n_pieces], run.pieces[n_pieces:]
         part = [n_pieces] if run.pieces else []         # else all that is left
         if run.has_begun:
-            self.pipeline.continue_prefill(*part)
+            span = self.pipeline.continue_prefill(*part)
         else:
-            marks = [(at - run.start, number) for at, number in run.marks]
-            self.pipeline.prefill(run.sequence.tokens[run.start:run.end], run.sequence.slot, run.start, marks, *part)
+            marks, tokens = [(at - run.start, number) for at, number in run.marks], run.sequence.tokens
+            span = self.pipeline.prefill(tokens[run.start:run.end], run.sequence.slot, run.start, marks, *part)
         run.has_begun = True
         if has_answers:
-            self.turns.add_part(sum(queued))
+            self.turns.add_part(sum(queued), span)
         if not run.pieces:
             self.progress = None
             self._end_pass(run)

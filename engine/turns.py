@@ -17,9 +17,10 @@ or less. It is as long as one step can pay for, so that answers wait as shortly 
 than PART.
 
 The card must not wait for the host. So a part is queued before the one before it is over, and the account goes by how
-long parts and steps should take. When their tokens come, it is corrected by the host's clock. How long a part should
-take is what engine/plan.py says, times a factor that is measured all the time. No token depends on times: they decide
-when something is computed, and never what.
+long parts and steps should take. When the tokens behind a part have come, it is corrected by what the part took: by the
+card's clock, since the host's threads wait for each other while a part is queued. Of a whole pass on several cards, the
+times at which the host got tokens must tell. How long a part should take is what engine/plan.py says, times a factor
+that is measured all the time. No token depends on times: they decide when something is computed, and never what.
 """
 
 import collections
@@ -55,7 +56,7 @@ class Turns:
         self.n_stages, self.clock = n_stages, clock
         self.passed_over = None         # the oldest prompt, if the last pass belonged to a shorter one
         self.n_parts = 0                # parts queued so far while answers ran
-        self.unmeasured = collections.deque()   # (seconds by plan, seconds charged) of the last ones of these
+        self.unmeasured = collections.deque()   # the last ones of these: (seconds by plan, seconds charged, task)
         self.owed = 0.0                 # seconds that answers are still to have before the next part; below 0: too many
         self.steps = collections.deque(maxlen=RECENT_STEPS)     # seconds that steps took without a part before them
         self.factors = collections.deque(maxlen=RECENT_PARTS)   # seconds that parts took, of those by plan
@@ -113,11 +114,12 @@ class Turns:
         middles = (end - seconds / 2 for end, seconds in zip(itertools.accumulate(pieces), pieces))
         return max(sum(middle * self.factor <= self.part_seconds for middle in middles), 1)
 
-    def add_part(self, seconds: float):
-        """A part was queued beside running answers. seconds: by plan."""
+    def add_part(self, seconds: float, task=None):
+        """A part was queued beside running answers. seconds: by plan. task: gives the Span of the part
+        (engine/micro_batches.py); None for a whole pass, whose time must be guessed."""
         self.n_parts += 1
         self.step_age += 1
-        self.unmeasured.append((seconds, seconds * self.factor))
+        self.unmeasured.append((seconds, seconds * self.factor, task))
         self._owe(seconds * self.factor * (1 / PROMPT_SHARE - 1))
 
     def add_step(self) -> Ticket:
@@ -138,22 +140,27 @@ class Turns:
         self.owed = max(self.owed + seconds, -self.step_seconds / 2)
 
     def land(self, ticket: Ticket):
-        """The tokens of a decode step have come, or the first token of an answer. The time since others came tells how
-        long a step takes, or a part and a step, if these others were queued right before."""
+        """The tokens of a decode step have come, or the first token of an answer. So the parts queued before it are
+        over. The time since others came tells how long a step takes, or a whole pass and a step, if these others were
+        queued right before."""
         now, follows, was_quiet = self.clock(), ticket.number == self.landed.number + 1, self.is_quiet
         seconds, self.landed_at = min(now - self.landed_at, LONGEST_PAUSE), now
         self.landed, self.is_quiet = max(self.landed, ticket), self.n_parts == ticket.n_parts
         over = [self.unmeasured.popleft() for _ in range(len(self.unmeasured) - (self.n_parts - ticket.n_parts))]
-        if not (follows and ticket.is_step):
-            return
-        if not over:
-            if was_quiet and self.is_quiet:
-                self.steps.append(seconds)
-                self.step_age = 0
-            return
-        by_plan, charged = map(sum, zip(*over))
-        if not by_plan:                 # hops that take no time, and layers of which plans know nothing
-            return
-        taken = max(seconds - self.step_seconds, charged / 10)      # never 0: a step may have been faster than most
-        self.factors.append(taken / by_plan)
-        self._owe((taken - charged) * (1 / PROMPT_SHARE - 1))
+        is_measure, whole = follows and ticket.is_step, [part for part in over if part[2] is None]
+        for by_plan, charged, task in over:
+            if task:
+                self._measure(by_plan, charged, min(task.result().seconds, LONGEST_PAUSE))
+        if whole and is_measure:
+            by_plan, charged = map(sum, zip(*(part[:2] for part in whole)))
+            # Never 0: a step may have been faster than most.
+            self._measure(by_plan, charged, max(seconds - self.step_seconds, charged / 10))
+        if not over and is_measure and was_quiet and self.is_quiet:
+            self.steps.append(seconds)
+            self.step_age = 0
+
+    def _measure(self, by_plan: float, charged: float, taken: float):
+        """Parts took so many seconds. What they were charged is corrected."""
+        if by_plan:                     # 0 for hops that take no time, and layers of which plans know nothing
+            self.factors.append(taken / by_plan)
+            self._owe((taken - charged) * (1 / PROMPT_SHARE - 1))

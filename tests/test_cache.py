@@ -148,6 +148,7 @@ class FakePipeline:
     def prefill(self, ids, slot, start, marks=(), n_pieces=None):
         assert start % PAGE_TOKENS == 0 and len(self.states[slot]) == start
         assert n_pieces is None or self.n_stages == 1
+        is_whole = n_pieces is None
         self.n_processed += len(ids)
         self.log.append(("prefill", len(ids)))
         self.passes.append(tuple(ids[:2]))
@@ -156,16 +157,19 @@ class FakePipeline:
         for number in dict(marks).values():
             self.saved[number] = "unfinished"
         self.unfinished = self.n_layers, list(ids), slot, dict(marks)
-        self.continue_prefill(n_pieces)
+        span = self.continue_prefill(n_pieces)
+        return None if is_whole else span
 
     def continue_prefill(self, n_pieces=None):
         left, ids, slot, marks = self.unfinished
         assert n_pieces is None or 0 < n_pieces < left
-        self.work(self.token_seconds * len(ids) * (n_pieces or left) / self.n_layers)
+        seconds = self.token_seconds * len(ids) * (n_pieces or left) / self.n_layers
+        self.work(seconds)
+        span = SimpleNamespace(result=lambda: SimpleNamespace(seconds=seconds))
         self.log.append(("part", len(ids) * (n_pieces or left) / self.n_layers))
         if n_pieces:
             self.unfinished = left - n_pieces, ids, slot, marks
-            return
+            return span
         self.unfinished = None
         for n, token in enumerate(ids, 1):
             self.see(slot, token, is_decoded=False)
@@ -173,6 +177,7 @@ class FakePipeline:
                 assert n % PAGE_TOKENS == 0
                 self.save(slot, marks[n])
         self.check_pages(slot)
+        return span
 
     def see(self, slot, token, is_decoded):
         """A token is processed: what its position holds is written."""
@@ -821,6 +826,8 @@ def test_a_process_that_was_suspended_owes_answers_no_hours():
     while not world.scheduler.turns.unmeasured:
         world.step()
     world.pipeline.now += 36_000
+    for _, _, task in world.scheduler.turns.unmeasured:
+        task.result = lambda: SimpleNamespace(seconds=36_000.0)
     world.step()
     assert 0 < world.scheduler.turns.owed <= LONGEST_PAUSE
     world.pipeline.step_seconds = 0.1

@@ -95,12 +95,13 @@ def test_steps_between_the_parts_of_a_pass_change_no_bit(sizes, monkeypatch):
         want = [[(delta.token_id, delta.top_logprobs) for delta in engine.submit(request)] for request in both]
         engine.clear_cache()
         monkeypatch.setattr(turns, "n_pieces", lambda pieces: draw.randint(1, len(pieces)))
-        monkeypatch.setattr(turns, "add_part", lambda seconds: parts.append(seconds))
+        monkeypatch.setattr(turns, "add_part", lambda seconds, span: parts.append(span))
         generations = [engine.submit(both[0])]
         next(iter(generations[0]))
         generations.append(engine.submit(both[1]))
         found = [[(delta.token_id, delta.top_logprobs) for delta in generation] for generation in generations]
-    assert len(parts) > 2 and found[1] == want[1] and found[0] == want[0][1:]
+    assert len(parts) > 2 and all(part.result().seconds > 0 for part in parts if part)
+    assert found[1] == want[1] and found[0] == want[0][1:]
 
 
 def test_micro_batches_of_a_model_in_float32(card, tmp_path):
