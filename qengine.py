@@ -723,7 +723,7 @@ class Model:
     def allocate(self, rows: int, step_rows: int):
         """Takes scratch memory for passes of up to `rows` rows and for decode steps of up to step_rows rows."""
         c, card = self.config, self.card
-        self.scratch = Scratch({name: card.alloc(*each) for name, each in self.scratch_layout(rows).items()})
+        self.scratch = self.step_scratch = self.take_scratch(rows)
         partials = attend_decode.partials_shape(step_rows, c.n_heads, c.head_dim)
         self.attention_scratch = attend_decode.Scratch(
             card.alloc(partials, np.float32, "attention partials"),
@@ -734,20 +734,21 @@ class Model:
             self.logits = card.alloc((max(step_rows, HEAD_ROWS), c.n_vocab), np.float32, "logits")
         if self.block:
             self.block.allocate(card, c.hidden_dim, rows, step_rows)
-        # Decode steps run between the parts of a pass, which leave nothing in scratch memory but x. Only a model that
-        # has all layers runs passes in parts.
-        self.x_of_steps = self.scratch.x
+        # Decode steps run beside the parts of a pass. Only a model that has all layers runs passes in parts.
         if self.first_layer == 0 and self.head is not None:
-            self.x_of_steps = card.alloc((step_rows, c.hidden_dim), np.float32, "residual stream of decode steps")
+            self.step_scratch = self.take_scratch(step_rows)
         self.views = {}             # name or row -> Model, see below; kept, since Arrays cache what launches need
+
+    def take_scratch(self, rows: int) -> Scratch:
+        return Scratch({name: self.card.alloc(*each) for name, each in self.scratch_layout(rows).items()})
 
     def behind(self, row: int) -> "Model":
         """This model with the scratch memory of the rows from `row` on, a multiple of 64: for a micro-batch."""
         return self._view(row, lambda: self.scratch.behind(self.scratch_layout(row))) if row else self
 
     def for_steps(self) -> "Model":
-        """This model with the residual stream of decode steps."""
-        return self._view("steps", lambda: Scratch(self.scratch.arrays | {"x": self.x_of_steps}))
+        """This model with the scratch memory of decode steps."""
+        return self._view("steps", lambda: self.step_scratch)
 
     def _view(self, key, make_scratch) -> "Model":
         if key not in self.views:
@@ -1201,13 +1202,13 @@ class Stage:
         batch, results = self.batches[group], self.sampler.results[group][buffer]
         rows = rows_of(batch.inputs, shape.n * shape.width)
         self.sampler.launch(self.model.logits, rows, shape.n, results, shape.log_probs)
-        self.launch_drafts(self.model.x_of_steps, results.outcomes, batch.answers, shape[:3])
+        self.launch_drafts(self.model.step_scratch.x, results.outcomes, batch.answers, shape[:3])
 
     def launch_drafts(self, x: Array, outcomes: Array, answers: Array, sizes: tuple[int, int, int]):
         """The drafts of the next step. x: what the layers have made of the rows of this step. sizes: answers, width,
         and the most drafts of the draft block."""
         if self.model.block:
-            self.model.block.draft(self.model, x, outcomes, answers, sizes, self.cache)
+            self.model.block.draft(self.model.for_steps(), x, outcomes, answers, sizes, self.cache)
         self.sampler.continue_drafts(outcomes, answers, sizes[0])
 
     # ---- kernels ----

@@ -21,7 +21,7 @@
     turns.py            which prompt gets the next pass, and when running answers come first
     prefix.py           the prefix tree: pages and checkpoints that later prompts may share
     scratch.py          the scratch memory of a pass
-    micro_batches.py    passes in streams and in parts
+    micro_batches.py    passes in streams: what runs beside what
     recordings.py       the recordings of decode steps, and how many are kept
     worker.py           the thread of each card, and its tasks
     plan.py             what a model takes of the cards, which layers go where, how long passes take

@@ -1,4 +1,27 @@
-"""Passes over prompts in streams (micro-batches) and in parts, which are timed."""
+"""A prompt's pass in streams: its micro-batches run beside each other, and its parts beside decode steps of answers.
+
+While answers run, a pass is queued in parts of some layers, and decode steps are queued between the parts. The default
+stream has all that is no pass: steps, the choice of tokens, copies. Events order the streams:
+
+    default stream    waits for part 1 │ step 1 ............ │ waits for part 2 │ step 2 ............ │ ...
+    micro-batches     part 1           │ part 2 .....................│ part 3 .......................│ ...
+
+    a step waits for the part before it
+    a part waits for the last step but one, so the step right before it runs at the same time
+
+A step waits for memory most of the time, and a part computes: together they should take less time than in turns.
+Kernels of the default stream have priority on an SM (`NvidiaCard.stream`). A step that got nothing of the card beside a
+part has the card to itself when the part is over, because the next part waits for it. Then nothing is gained: answers
+pause as in turns, but for one pause of two parts in each pass, after its first part.
+
+A step and the part beside it change nothing that the other one uses. A pass gets its slot, pages and checkpoints before
+its first part, which waits for all that was queued earlier; and steps have scratch memory of their own
+(`Model.step_scratch` in qengine.py). Since the default stream waits for each part, whoever gets the slot and the pages
+of a cancelled prompt comes after what was queued of it.
+
+A pass of one micro-batch runs in the default stream, so its parts and the steps take turns. That is a pass of few rows,
+or of experts in host memory, or any on an emulated card. Several cards hand on whole passes, which take turns, too.
+"""
 
 import collections
 import contextlib
@@ -38,32 +61,39 @@ class MicroBatch:
 
 
 class Span(NamedTuple):
-    """When a part runs."""
+    """When a part runs: from the last of `begins` to `end`. The part before it must be over, too, for it to count as
+    running: the first micro-batch is ahead of the others."""
 
-    begin: Event
+    begins: list[Event]
     end: Event
 
     @property
     def seconds(self) -> float:
         """How long the part took. It must be over."""
-        return self.end.seconds_since(self.begin)
+        return min(self.end.seconds_since(begin) for begin in self.begins)
 
 
 class PassInParts:
-    """A pass over a prompt whose layers are queued some at a time. Between two parts the card may do decode steps."""
+    """A pass over a prompt whose layers are queued some at a time. Decode steps are queued between two parts.
+
+    A part in streams does not wait for a step that was queued right before it, see the top of this file.
+    """
 
     def __init__(self, default_stream, streams, layers):
         """streams: those of the micro-batches, if there are several. layers: an iterator; it queues a layer each time
         it is asked for the next one."""
         self.default_stream, self.streams, self.layers = default_stream, streams, layers
+        self.before = None          # where the default stream stood when the last part was queued
+        self.ends = []              # of the last part that was timed
 
     def queue(self, n_layers: int | None = None):
-        """Queue the next n_layers, or all that are left. They begin after all that is queued before them, and what is
-        queued later begins after them."""
+        """Queue the next n_layers, or all that are left. They begin after what was queued before the part before them;
+        the first part begins after all that is queued before it. What is queued later begins after them."""
         if self.streams:
-            begin = self.default_stream.record()
+            now = self.default_stream.record()
             for stream in self.streams:
-                stream.wait(begin)
+                stream.wait(self.before or now)
+            self.before = now
         for _ in itertools.islice(self.layers, n_layers):
             pass
         for stream in self.streams:
@@ -71,6 +101,8 @@ class PassInParts:
 
     def queue_timed(self, n_layers: int | None = None) -> Span:
         """What `queue` does. Returns when that happens on the card."""
-        begin = self.default_stream.record()
+        first, *_ = self.streams or [self.default_stream]
+        begins = [*self.ends, first.record(), self.before or self.default_stream.record()]
         self.queue(n_layers)
-        return Span(begin, self.default_stream.record())
+        self.ends = [self.default_stream.record()]
+        return Span(begins, *self.ends)

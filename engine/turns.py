@@ -6,7 +6,8 @@ however many shorter ones arrive.
 
 While answers run, a pass is queued in parts, and decode steps run between the parts. A part is some layers of the pass,
 so a short part needs no short pass, and a pass of many tokens uses a card best. Several cards hand on whole passes, so
-there a part is a pass, and only PASS bounds it.
+there a part is a pass, and only PASS bounds it. Where a step runs beside the next part (engine/micro_batches.py), the
+picture and the account below stay as they are; prompts then get more than their share, if the card gains by that.
 
     ──step──┬────── part ──────┬──step──┬────── part ──────┬──step──
             PROMPT_SHARE of the time    └── answers wait ──┘

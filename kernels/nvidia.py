@@ -131,7 +131,8 @@ class NvidiaCard(Card):
         self.clock = 1e3 * _attribute(self.device, "CLOCK_RATE")         # Hz, the highest of the SMs
         self._context = _call(driver.cuDevicePrimaryCtxRetain, self.device)
         self.streams, self.idle_events, self.n_done = [], [], 0
-        self.default_stream = self.stream("default")
+        self.priorities = self.call(driver.cuCtxGetStreamPriorityRange)  # the least, the greatest
+        self.default_stream = self.stream("default", is_first=True)
         self._transfers = self.stream("uploads")         # for `upload` and `zeros`, which wait for it
         accept_configurations()
 
@@ -275,9 +276,9 @@ class NvidiaCard(Card):
 
     # -- order --
 
-    def stream(self, name=""):
-        """A new Stream."""
-        stream = NvidiaStream(self, name)
+    def stream(self, name="", is_first=False):
+        """A new Stream. is_first: where its kernels and those of others wait for room on an SM, its go first."""
+        stream = NvidiaStream(self, name, is_first)
         self.streams.append(stream)
         return stream
 
@@ -350,9 +351,9 @@ class _Loaded:
 
 
 class NvidiaStream(Stream):
-    def __init__(self, card, name):
-        self.card, self.name = card, name
-        self.handle = card.call(driver.cuStreamCreate, driver.CUstream_flags.CU_STREAM_NON_BLOCKING)
+    def __init__(self, card, name, is_first=False):
+        self.card, self.name, flags = card, name, driver.CUstream_flags.CU_STREAM_NON_BLOCKING
+        self.handle = card.call(driver.cuStreamCreateWithPriority, flags, card.priorities[is_first])
         self.recent = deque(maxlen=4)                    # names of the last kernels, for messages
         self._staging = None                             # pinned memory in two halves, made when first used
         self._half, self._used = 0, 0                    # the half that is being filled, and its bytes in use
@@ -423,7 +424,7 @@ class NvidiaEvent(Event):
 
 class NvidiaRecording(Recording):
     """A CUDA graph. It is captured in relaxed mode, which allows allocating, loading kernels and other streams' work
-    meanwhile."""
+    meanwhile. Its kernels have the priority of the stream that replays them."""
 
     def __init__(self, card):
         super().__init__(card, NvidiaStream(card, "recording"))

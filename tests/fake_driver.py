@@ -133,9 +133,13 @@ def _queue(stream, work, may_be_captured):
     return (OK,)
 
 
-def cuStreamCreate(flags):
+def cuCtxGetStreamPriorityRange():
+    return OK, 0, -5
+
+
+def cuStreamCreateWithPriority(flags, priority):
     assert CUstream_flags(flags) == CUstream_flags.CU_STREAM_NON_BLOCKING
-    return OK, SimpleNamespace(captured=None)
+    return OK, SimpleNamespace(captured=None, priority=priority)
 
 
 def cuStreamSynchronize(stream):

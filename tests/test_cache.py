@@ -7,6 +7,7 @@ real ones."""
 import functools
 import itertools
 import json
+import math
 import random
 import re
 from types import SimpleNamespace
@@ -92,6 +93,55 @@ def allowed_by(constraint):
     return np.flatnonzero(np.unpackbits(mask, bitorder="little")[:VOCABULARY]).tolist()
 
 
+class Timetable:
+    """When a card has done each step, and each part of a pass, as engine/micro_batches.py orders them.
+
+    rates: how fast a step and the part beside it get on while both run, of their own speeds; None: they take turns.
+    """
+
+    def __init__(self):
+        self.rates, self.ends = None, []            # ends: of the steps
+        self.step = None                            # the last step, while its end is not known: (begin, end if alone)
+        self.steps_end = self.part_end = self.before = 0.0      # before: no later part begins before this
+
+    @property
+    def busy_until(self):
+        """When all is done, if nothing else is queued."""
+        return max(self.steps_end, self.part_end, self.step[1] if self.step else 0.0)
+
+    def add_step(self, now, seconds):
+        self._end_step()
+        begin = max(now, self.busy_until)
+        self.step = begin, begin + seconds
+
+    def end_of(self, number):
+        """Of a step, if nothing else is queued."""
+        return self.ends[number] if number < len(self.ends) else self.step[1]
+
+    def add_part(self, now, seconds, is_first):
+        if is_first or not self.rates:
+            self._end_step()
+            self.before = self.busy_until
+        begin = max(now, self.before, self.part_end)
+        self.part_end = begin + seconds
+        if self.step and max(begin, self.step[0]) < min(self.part_end, self.step[1]):
+            both = max(begin, self.step[0])         # from here on both run, until one of them is done
+            left = self.step[1] - both, self.part_end - both
+            taken = min(each / rate if rate else math.inf for each, rate in zip(left, self.rates))
+            step_end, self.part_end = (both + taken + each - taken * rate for each, rate in zip(left, self.rates))
+            self.step = self.step[0], step_end
+        self._end_step()
+        self.before = self.steps_end
+        return self.part_end - begin
+
+    def _end_step(self):
+        """What is queued from now on does not change the end of the last step."""
+        if self.step:
+            self.steps_end = self.step[1]
+            self.ends.append(self.steps_end)
+            self.step = None
+
+
 class FakePipeline:
     """Does at once what a Pipeline queues, and checks whatever it reads."""
 
@@ -105,12 +155,11 @@ class FakePipeline:
         self.n_stages, self.n_groups, self.batches = n_groups, n_groups, {}
         self.stages = [SimpleNamespace(state_bytes=1, store=None)] * n_groups
         self.now, self.token_seconds, self.step_seconds = 0.0, 0.0004, 0.002    # the host's clock, and costs
-        self.busy_until = 0.0                       # when the card has done what is queued
+        self.times = Timetable()
         self.random, self.fault, self.n_processed = random, None, 0
         self.log, self.passes = [], []              # passes: the first two tokens of each
         self.n_layers, self.plan_error = 32, 1.0    # of a pass; what plans say of its time, as a multiple
         self.unfinished = None                      # a pass of which layers are left: (how many, ids, slot, marks)
-        self.step_ends = []                         # when the card has done each step
 
     def prepare_slot(self, slot, request, number):
         self.states[slot] = [] if number is None else list(self.saved[number])
@@ -157,14 +206,14 @@ class FakePipeline:
         for number in dict(marks).values():
             self.saved[number] = "unfinished"
         self.unfinished = self.n_layers, list(ids), slot, dict(marks)
-        span = self.continue_prefill(n_pieces)
+        span = self.continue_prefill(n_pieces, is_first=True)
         return None if is_whole else span
 
-    def continue_prefill(self, n_pieces=None):
+    def continue_prefill(self, n_pieces=None, is_first=False):
         left, ids, slot, marks = self.unfinished
         assert n_pieces is None or 0 < n_pieces < left
-        seconds = self.token_seconds * len(ids) * (n_pieces or left) / self.n_layers
-        self.work(seconds)
+        seconds = self.times.add_part(self.now, self.token_seconds * len(ids) * (n_pieces or left) / self.n_layers,
+                                      is_first)
         span = SimpleNamespace(result=lambda: SimpleNamespace(seconds=seconds))
         self.log.append(("part", len(ids) * (n_pieces or left) / self.n_layers))
         if n_pieces:
@@ -194,16 +243,13 @@ class FakePipeline:
             page = self.pages[self.tables[slot][at // PAGE_TOKENS]]
             assert page[at % PAGE_TOKENS] == known[at], f"slot {slot} reads a wrong page at {at}"
 
-    def work(self, seconds):
-        """The card is busy for so long, after what was queued before."""
-        self.busy_until = max(self.busy_until, self.now) + seconds
-
     def tokens(self, chosen):
-        """Tokens that the host can read when the card has done what is queued now."""
-        done_at = self.busy_until
+        """Tokens that the host can read when the card has done what is queued now: a step, or the end of a pass."""
+        number, done_at = len(self.times.ends), self.times.busy_until
+        is_step = self.times.step is not None
 
         def read():
-            self.now = max(self.now, done_at)
+            self.now = max(self.now, self.times.end_of(number) if is_step else done_at)
             return np.array(chosen)
 
         return SimpleNamespace(read=read)
@@ -264,8 +310,7 @@ class FakePipeline:
         pass
 
     def forward(self, shape, group):
-        self.work(self.step_seconds)
-        self.step_ends.append(self.busy_until)
+        self.times.add_step(self.now, self.step_seconds)
         self.log.append(("step", shape.n))
         self.begin(group, shape.n)
         self.rows = []
@@ -732,11 +777,12 @@ def beside_answers(world, lengths, n_answers=1):
     answers = [world.submit(text(10), max_tokens=16_000, ignore_eos=True) for _ in range(n_answers)]
     while not all(answer.n_generated > 5 for answer in answers):
         world.step()
-    del pipeline.log[:], pipeline.step_ends[:-1]
-    begin = pipeline.now
+    del pipeline.log[:]
+    begin, n_ended = pipeline.now, len(pipeline.times.ends)
     world.finish(*(world.submit(text(n), max_tokens=1) for n in lengths))
     passes = [n for kind, n in pipeline.log if kind == "prefill"]
-    return sum(passes) * pipeline.token_seconds / (pipeline.now - begin), np.diff(pipeline.step_ends), passes
+    share = sum(passes) * pipeline.token_seconds / (pipeline.now - begin)
+    return share, np.diff(pipeline.times.ends[n_ended - 1:]), passes
 
 
 @pytest.mark.parametrize("plan_error", [1.0, 0.2, 5.0])
@@ -756,6 +802,20 @@ def test_answers_keep_their_share_of_the_time(token_seconds, step_seconds, plan_
     assert pauses.max() <= step_seconds + max(part, a_layer) + 1e-9
     if step_seconds == 0.0045:
         assert pauses.max() < 0.04
+
+
+@pytest.mark.parametrize("plan_error", [1.0, 0.2, 5.0])
+@pytest.mark.parametrize("rates, least_share, longest_pause", [
+    ((1.0, 1.0), 0.92, 0.04), ((0.5, 0.9), 0.88, 0.04),
+    ((0.0, 1.0), 0.78, 0.06), ((0.2, 0.8), 0.75, 0.06), ((0.3, 0.6), 0.69, 0.06)])     # nothing is gained, or lost
+def test_steps_beside_parts(rates, least_share, longest_pause, plan_error):
+    """Like an H100 with a model of 9B and 8 answers, by how fast a step and a part get on while both run."""
+    world = roomy(n_slots=6, n_ctx=24_576, n_pages=2400, width=1, chunk=4096)
+    pipeline = world.pipeline
+    pipeline.token_seconds, pipeline.step_seconds, pipeline.plan_error = 0.00014, 0.0045, plan_error
+    pipeline.times.rates = rates
+    share, pauses, _ = beside_answers(world, [18_400])
+    assert share > least_share and pauses.max() < longest_pause and np.median(pauses) < 0.03
 
 
 @pytest.mark.parametrize("token_seconds, step_seconds", [(0.0004, 0.002), (0.001, 0.1), (0.01, 0.03)])

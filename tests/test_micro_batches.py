@@ -3,8 +3,10 @@ whichever of them is late."""
 
 import collections
 import contextlib
+import functools
 import gc
 import random
+import threading
 import time
 
 import numpy as np
@@ -15,6 +17,7 @@ from cli.bench import Bench
 from engine.plan import MICRO_BATCHES
 from kernels import q8_gemm
 from kernels.card import Array
+from kernels.emulated import native
 from kernels.emulated.card import EmulatedCard
 from tests.costs import SPEED, costs_of, work_of
 from tests.models import TINY, load_tiny, write_as_float32
@@ -85,23 +88,90 @@ def test_a_later_part_waits_for_an_earlier_one(alone, late):
         assert_same(said(engine), alone)
 
 
-@pytest.mark.parametrize("sizes", [None, (192, 192, 316)], ids=str)
-def test_steps_between_the_parts_of_a_pass_change_no_bit(sizes, monkeypatch):
-    """Parts of any number of layers, on a card that copies as late as the events allow."""
+class SlowSteps(EmulatedCard):
+    """Rests again and again between the kernels of a recording, and recordings are steps. Meanwhile other streams get
+    on."""
+
+    def execute(self, launches):
+        if not isinstance(launches, native.Program):
+            return super().execute(launches)
+        kernels = native.in_order(launches)
+        for start in range(0, len(kernels), 5):
+            super().execute(kernels[start:start + 5])
+            time.sleep(0.002)
+
+
+LATE = functools.partial(EmulatedCard, late=True)
+
+
+@pytest.mark.parametrize("make_card, chunk, sizes", [(LATE, 704, None), (LATE, 704, (192, 192, 316)),
+                                                     (SlowSteps, 128, None), (SlowSteps, 128, (64, 64))])
+def test_steps_between_the_parts_of_a_pass_change_no_bit(make_card, chunk, sizes, monkeypatch):
+    """Parts of any number of layers, on a card that does everything as late as the events allow, and on one where
+    a part runs between the kernels of a step."""
     draw, fields = random.Random(1), {"ignore_eos": True, "top_logprobs": 3}
     both = [qengine.Request(prompt(seed, n), max_tokens=most, **fields) for seed, n, most in ((8, 40, 150), (9, N, 8))]
-    with contextlib.closing(load(EmulatedCard(late=True), sizes=sizes)) as engine:
+    with contextlib.closing(load(make_card(), chunk=chunk)) as engine:
+        if sizes:
+            stage = engine.pipeline.last
+            stage.costs.micro_batches = lambda n: list(sizes) if n == sum(sizes) else [n]
         turns, parts = engine.scheduler.turns, []
         want = [[(delta.token_id, delta.top_logprobs) for delta in engine.submit(request)] for request in both]
         engine.clear_cache()
-        monkeypatch.setattr(turns, "n_pieces", lambda pieces: draw.randint(1, len(pieces)))
+        monkeypatch.setattr(turns, "n_pieces", lambda pieces: draw.choice((1, 1, 2)))
         monkeypatch.setattr(turns, "add_part", lambda seconds, span: parts.append(span))
         generations = [engine.submit(both[0])]
         next(iter(generations[0]))
         generations.append(engine.submit(both[1]))
         found = [[(delta.token_id, delta.top_logprobs) for delta in generation] for generation in generations]
-    assert len(parts) > 2 and all(part.result().seconds > 0 for part in parts if part)
+    assert len(parts) > 1 and all(part.result().seconds > 0 for part in parts if part)
     assert found[1] == want[1] and found[0] == want[0][1:]
+
+
+def test_a_part_does_not_wait_for_the_step_before_it():
+    """But for what was queued before the part before it; and what is queued later waits for the part."""
+    sizes, gates = (192, 192, 316), [threading.Event() for _ in range(2)]
+    with contextlib.closing(load(EmulatedCard(), sizes=sizes)) as engine:
+        pipeline, stage = engine.pipeline, engine.pipeline.last
+        streams, default = stage.streams[:len(sizes)], stage.card.default_stream
+
+        def are_over(streams, seconds=20):
+            return all(event.wait(seconds) for event in [stream.record() for stream in streams])
+
+        def queue(work, *arguments):
+            stage.worker.ask(work, *arguments).result()
+
+        pipeline.set_pages(0, range(11))
+        pipeline.prepare_slot(0, qengine.Request([0]))
+        queue(stage.queue_prompt, prompt(2), 0, 0, (), None, 1)
+        default.push(gates[0].wait)                 # as long as a decode step
+        queue(stage.continue_prompt, 1)
+        assert are_over(streams) and not are_over([default], 0.05)
+        streams[1].push(gates[1].wait)
+        queue(stage.continue_prompt, 1)
+        assert not any(are_over([stream], 0.05) for stream in streams)
+        gates[0].set()
+        assert are_over([streams[0]]) and not any(are_over([stream], 0.05) for stream in (streams[1], default))
+        gates[1].set()
+        assert are_over([*streams, default])
+
+
+@pytest.mark.parametrize("model", [TINY, "synthetic:tiny-moe"])
+def test_a_step_and_the_part_beside_it_share_weights_and_caches_alone(card, model):
+    with contextlib.closing(load(card, model, (192, 192, 316))) as engine:
+        stage, of_passes, of_steps = engine.pipeline.last, {}, {}
+        for stream in stage.streams:
+            stream.keep = lambda name, values: of_passes.update((x.memory, x) for x in values if type(x) is Array)
+        engine.evaluate([token % 250 for token in prompt(7)])
+        for recording in stage.recordings.made.values():
+            of_steps |= recording.used
+        cache, tensors = stage.cache, (*engine.opened.weights.shapes, "rotary frequencies")
+        caches = [cache.block_table, *cache.states, *(array for pages in cache.pages.values() for array in pages)]
+        shared = {array.name for memory, array in of_passes.items() if memory in of_steps}
+        caches = {array.name for array in caches if isinstance(array, Array)}
+        shared = {name for name in shared if not name.startswith(tensors)}
+        assert len(shared) > 4 and shared <= caches
+        assert {array.memory for array in stage.model.scratch.arrays.values()} & set(of_passes)
 
 
 def test_micro_batches_of_a_model_in_float32(card, tmp_path):

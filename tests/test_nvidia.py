@@ -83,6 +83,12 @@ def test_context_is_left_as_it_was_by_finalizers(fake_card):
     assert fake_driver.contexts == ["of somebody else"]
 
 
+def test_what_the_default_stream_runs_goes_first(fake_card):
+    """Before the kernels of other streams: those of decode steps before those of prompts."""
+    least, greatest = fake_card.call(fake_driver.cuCtxGetStreamPriorityRange)
+    assert fake_card.default_stream.handle.priority == greatest < least == fake_card.stream().handle.priority
+
+
 def test_choice(fake_card, monkeypatch):
     assert [card.name for card in open_cards()] == [card.name for card in open_cards("cuda:0")] == ["cuda:0"]
     with pytest.raises(CardError, match="no NVIDIA card 1: the driver knows of 1"):
