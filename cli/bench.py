@@ -7,7 +7,7 @@ per second that the card reads, for weights, recurrent states and KV pages.
 
 A small model's decode may go beyond 100 per cent, because what fits into a cache is read faster than memory. Operations
 are timed by themselves. So the operations of a prompt's parts, which run side by side, add up to more than the prompt
-takes.
+takes. Products of experts find another layer's choice when they are replayed: of few rows, they are too fast.
 """
 
 import contextlib

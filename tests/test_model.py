@@ -171,7 +171,8 @@ def test_scratch_memory_of_a_row():
     """What row_bytes says is what more rows take."""
     engine, taken = qengine.load("synthetic:tiny", card="emulated", ctx=128, progress=False), []
     model, card = engine.pipeline.last.model, engine.cards[0]
-    model.card = SimpleNamespace(alloc=lambda *array: taken.append(card.alloc(*array)) or taken[-1], zeros=card.zeros)
+    model.card = SimpleNamespace(alloc=lambda *array: taken.append(card.alloc(*array)) or taken[-1], zeros=card.zeros,
+                                 stream=card.stream)
     for rows in (64, 192):
         model.allocate(rows, 1)
         taken.append(None)
