@@ -1003,7 +1003,7 @@ class Stage:
             for name, is_there in (("incoming", layers.start > 0), ("outgoing", self.hands_on)))
         self.entry = self.exit = None   # the Edges to the stages beside this one, see `Pipeline`
         self.cache = None               # see `allocate`
-        # One more: the rows after the last whole page are a micro-batch of their own.
+        # One more: the rows after the last whole page may be a micro-batch of their own.
         self.streams = [card.stream(f"micro-batch {i}") for i in range(MICRO_BATCHES + 1)]
         self.recordings = Recordings(card)
         self.prompt: PromptRows | None = None           # of the pass that was begun last
@@ -2295,7 +2295,7 @@ def load(model: str | Path | OpenModel = DEFAULT_MODEL, card: str | Card | list[
     card, (22, 21, 21); by default what `place_layers` finds.
     ctx: tokens of a slot, prompt and answer together, or of a text. slots: answers that are generated at the same time;
     pooling models pack as many texts into a pass as engine/packing.py says.
-    chunk: tokens of a prompt per pass at most, a multiple of 64 to 4,096; by default what suits card and model.
+    chunk: tokens of a prompt per pass at most, a multiple of 64 to 8,192; by default what suits card and model.
     progress: print the cards and a progress bar on stderr.
     kv_tokens: room for keys and values, in tokens, of all slots and of what is kept for later prompts; at least ctx.
     checkpoint_memory, checkpoint_host_memory: bytes for the states from which later prompts go on, on the card and in

@@ -144,10 +144,10 @@ class StageCosts:
         """The rows of each micro-batch of a pass of n rows.
 
         A micro-batch has about so many rows that the narrowest products, of hidden_dim columns, occupy every SM, and
-        that an expert has EXPERT_ROWS of them.
-        There are no more micro-batches than the host can queue in time. Rows that fill no page are a micro-batch of
-        their own, since smaller tiles serve them faster. An emulated card gets one: its processors are never partly
-        idle.
+        that an expert has EXPERT_ROWS of them. All begin at multiples of PAGE_TOKENS rows. There are no more than the
+        host can queue in time. Rows that fill no page are a micro-batch of their own, since smaller tiles serve them
+        faster; where there are experts, the last micro-batch takes them, since few rows meet many experts, whose
+        weights would be read once more. An emulated card gets one: its processors are never partly idle.
         """
         if self.card.kind == "emulated" or self.in_one:
             return [n]
@@ -160,10 +160,12 @@ class StageCosts:
             return [n]
         pages, rest = divmod(n, PAGE_TOKENS)
         sizes = [PAGE_TOKENS * (pages * (i + 1) // count - pages * i // count) for i in range(count)]
-        if self.work.grouped:           # few rows meet many of the experts, whose weights would be read once more
+        sizes.sort(reverse=True)
+        if self.work.grouped:
             sizes[-1] += rest
-            rest = 0
-        return sorted(sizes, reverse=True) + [rest] * (rest > 0)
+        elif rest:
+            sizes.append(rest)
+        return sizes
 
     def product_time(self, rows: int) -> int:
         """How long the products of a pass take, in a unit that compares passes on this card; 0 for 0 rows. The products

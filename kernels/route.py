@@ -70,7 +70,8 @@ MOST_K = 8192             # values that a block of norm_route keeps of its rows 
 MOST_ROWS = 4             # rows of x of such a block
 ROUTER_BLOCKS = 3         # such blocks that an SM runs at once
 DRIFT = 64                # positions after which a hot expert of a made-up choice gives way to another one
-MOST_PAIRS = 1 << 17      # of a launch of group_pairs: a count of a warp's stretch fits in 16 bits
+MOST_PAIRS = 1 << 17      # of a launch of group_pairs
+MOST_GROUPED = (1 << 16) - 1        # rows of such a launch: an expert's pairs, one of each row, are counted in 16 bits
 LEAST_GROUP_WARPS, MOST_GROUP_WARPS = 8, 32
 N_COUNTS, N_STARTS = MOST_GROUP_WARPS * MOST_EXPERTS, MOST_EXPERTS + 1
 AHEAD = 4                 # experts that a lane of group_pairs loads at once
@@ -560,8 +561,8 @@ def group_pairs(card, groups, choice, n_rows, n_experts, tile_rows, *, stream=No
     """groups, Groups <- the pairs of the first n_rows rows of a Choice, in tiles of up to tile_rows positions."""
     n_pairs = n_rows * choice.n_used
     check_sizes(n_experts, choice.n_used)
-    if n_pairs > MOST_PAIRS:
-        raise ValueError(f"up to {MOST_PAIRS} pairs are sorted, not {n_pairs}")
+    if n_pairs > MOST_PAIRS or n_rows > MOST_GROUPED:
+        raise ValueError(f"up to {MOST_PAIRS} pairs of up to {MOST_GROUPED} rows are sorted, not {n_pairs} of {n_rows}")
     warps = min(max(-(-n_pairs // (32 * AHEAD)), LEAST_GROUP_WARPS), MOST_GROUP_WARPS)
     card.launch(group_kernel, 1, 32 * warps, groups.order, groups.position, groups.tiles.reshape(-1), groups.n_tiles,
                 choice.experts.reshape(-1), n_pairs, n_experts, tile_rows, stream=stream)
@@ -577,7 +578,7 @@ NORM_CASES = [(1, 8, 2, 256), (3, 256, 8, 2048), (9, 60, 4, 1056), (2, 512, 10, 
 LIKE_CASES = [(1, 8, 2, 0.5), (50, 256, 8, 0.9), (7, 512, 10, 0.0), (9, 60, 4, 1.0), (5, 16, 16, 0.7), (3, 2, 1, 0.2)]
 # rows, experts, used, rows of a tile
 GROUP_CASES = [(1, 8, 2, 16), (1, 256, 8, 64), (50, 8, 2, 64), (33, 256, 8, 16), (297, 256, 8, 16), (70, 60, 4, 1),
-               (600, 512, 16, 64), (4096, 256, 8, 64), (4096, 512, 16, 128), (3, 1, 1, 2)]
+               (600, 512, 16, 64), (4096, 256, 8, 64), (8192, 512, 16, 128), (3, 1, 1, 2)]
 
 
 def awkward_logits(rng, rows, width):

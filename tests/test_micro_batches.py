@@ -14,7 +14,8 @@ import pytest
 
 import qengine
 from cli.bench import Bench
-from engine.plan import MICRO_BATCHES
+from engine.plan import LARGEST_CHUNK, MICRO_BATCHES, Grouped
+from engine.prefix import PAGE_TOKENS
 from kernels import q8_gemm
 from kernels.card import Array
 from kernels.emulated import native
@@ -253,6 +254,17 @@ def test_micro_batches_leave_few_rows_out_of_whole_tiles():
         *whole, last = costs.micro_batches(n)
         assert sum(whole) + last == n and not any(rows % 64 for rows in whole) and len(whole) <= MICRO_BATCHES
         assert not whole or last % 64 == 0 or last < 64
+
+
+def test_micro_batches_of_experts_begin_at_whole_pages():
+    """A 35B-A3B. Otherwise the delta rule would cut a prompt elsewhere, and round otherwise."""
+    work = work_of({(12_288, 2048): 40}, n_layers=40, grouped=collections.Counter({Grouped(1024, 2048, 256, 8, 1): 40}))
+    costs, most = costs_of(2048, work), 0
+    for n in range(1, LARGEST_CHUNK + 1):
+        sizes = costs.micro_batches(n)
+        assert sum(sizes) == n and not any(rows % PAGE_TOKENS for rows in sizes[:-1])
+        most = max(most, len(sizes))
+    assert most > 2
 
 
 def test_no_more_micro_batches_than_the_host_can_feed():

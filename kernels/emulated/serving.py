@@ -91,7 +91,7 @@ class Service:
         try:
             self._supply.bring(layer, self._supply.wanted[:n])
         except Exception as error:
-            self.failure = str(error)
+            self.failure = str(error) or type(error).__name__
             return 1
         return 0
 
@@ -129,6 +129,7 @@ class Service:
             self._at_exit()
             self._pool.close()
             self._thread = None
+        self._bring_function = self._supply = None      # which refer to the window, and through `self` in a circle
 
 
 def _stop(struct, thread):
