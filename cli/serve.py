@@ -77,6 +77,7 @@ def work(service: Service, options):
     while is_working:
         freeze()
         service.engine.scheduler.thread.join()  # ends by a failure only; /health goes on to tell of it
+        gc.unfreeze()
         qengine.note(f"qengine: {service.engine.reason}")
         is_working = options.go_on and go_on(service, options)
     while True:
@@ -99,7 +100,6 @@ def go_on(service: Service, options) -> bool:
     left = failed.cards + failed.spare
     service.is_loading = True
     free(failed)
-    gc.unfreeze()                       # see `freeze`
     try:
         while fault.card is not None:
             service.lost.append(fault)

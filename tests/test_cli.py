@@ -22,7 +22,6 @@ from cli import interrupts
 from cli import serve as server
 from cli.main import main
 from cli.options import EXAMPLES, build_parser
-from cli.serve import work
 from engine.plan import LONGEST_CTX
 from engine.request import Delta, EngineStopped, Generation
 from tests.tiny import CONTEXT, MODEL, ROOT, tiny_engine
@@ -417,21 +416,22 @@ def test_the_end_of_a_server_tells_its_clients(signals, arguments, code):
 
 
 def test_what_lives_as_long_as_an_engine_is_left_out_of_collections(monkeypatch):
-    """From the first moment on, and again when a server has gone on with another engine."""
+    """From the first moment on, and again when a server has gone on with another engine; not when it has failed."""
     frozen, engines = [], [None, None]
 
     def join():                                     # an engine has failed
         frozen.append(gc.get_freeze_count())
-        gc.unfreeze()
         engines.pop()
 
     service = SimpleNamespace(engine=SimpleNamespace(scheduler=SimpleNamespace(thread=SimpleNamespace(join=join)),
                                                      reason="it has failed"))
     monkeypatch.setattr(server, "go_on", lambda service, options: bool(engines))
-    monkeypatch.setattr(server, "time", SimpleNamespace(sleep=lambda seconds: sys.exit()))
+    monkeypatch.setattr(server, "time", SimpleNamespace(
+        sleep=lambda seconds: frozen.append(gc.get_freeze_count()) or sys.exit()))
     with pytest.raises(SystemExit):
         server.work(service, SimpleNamespace(go_on=True))
-    assert len(frozen) == 2 and min(frozen) > 10_000
+    *while_working, after = frozen
+    assert len(while_working) == 2 and min(while_working) > 10_000 and after == 0
 
 
 def test_a_server_that_is_told_to_end_lets_requests_go_on():
@@ -448,16 +448,6 @@ def test_a_server_that_is_told_to_end_lets_requests_go_on():
     assert b'"length"' in text and text.endswith(b"[DONE]\n\n") and b"cancelled" not in text
     _, err = process.communicate(timeout=PATIENCE)
     assert process.returncode == 0 and "Traceback" not in err
-
-
-def test_what_is_loaded_is_kept_from_the_collector_while_it_works(monkeypatch):
-    kept = []
-    thread = SimpleNamespace(join=lambda: kept.append(gc.get_freeze_count()))
-    engine = SimpleNamespace(scheduler=SimpleNamespace(thread=thread), reason="it failed")
-    monkeypatch.setattr(time, "sleep", lambda seconds: kept.append(gc.get_freeze_count()) or sys.exit())
-    with pytest.raises(SystemExit):
-        work(SimpleNamespace(engine=engine), SimpleNamespace(go_on=False))
-    assert kept[0] > 10_000 and kept[1] == 0
 
 
 def test_a_server_that_is_told_to_end_while_it_loads():
