@@ -189,7 +189,7 @@ def kernels_of_experts():
         for each in 4, 1:
             yield (expert_gemm.float_kernel(stored, float_matmul.TALLEST, each), x, w, x, places, *[i] * 3,
                    *[n] * 4)
-            for shape in float_matmul.SHAPES:
+            for shape in float_matmul.SHAPES if stored == np.float32 else [float_matmul.TALLEST]:
                 yield float_matmul.gemm_kernel(stored, shape, each), x, w, x, *[n] * 4, "bool"
         yield expert_gemm.FLOAT_GEMV[stored], x, w, x, places, i, *[n] * 4
     for n_used, is_shared in (8, True), (1, False), (31, True):
