@@ -48,7 +48,7 @@ from kernels.bench import Case, main
 from kernels.formats import BLOCK, FORMATS, as_words, on_card, product_reference, random_raw
 from kernels.intrinsics import (dp4a, float_as_word, half_to_float, let_next_begin, load_shared4,
                                 load_words4, part_barrier, shared_address, store_shared, store_shared4, stream_words4,
-                                wait_for_previous, word_as_float)
+                                wait_for_previous, word_as_float, word_sum)
 from kernels.operands import Matrix, Quantized
 from kernels.swiglu import finish_unit
 
@@ -211,7 +211,7 @@ def x_carrier(format, shape):
             if minima:
                 total = int32(0)
                 for i in range(4):
-                    total = dp4a(words[m, i], uint32(0x01010101), total)
+                    total = word_sum(words[m, i], total)
             if minima == 1:
                 total = int32(total + cuda.shfl_xor_sync(0xFFFFFFFF, total, 1))
                 if is_second:

@@ -559,6 +559,12 @@ def warp_number():
     return uniform(cuda.threadIdx.y)
 
 
+@cuda.jit(device=True, forceinline=True)
+def word_sum(word, total):
+    """`total` plus the four int8 of a word."""
+    return dp4a(word, uint32(0x01010101), total)
+
+
 # ---- reductions over a warp --------------------------------------------------------------------------------
 # The butterfly adds the same pairs on every lane, and IEEE addition commutes, so all lanes end with the same bits.
 

@@ -48,7 +48,8 @@ from numba.types import float32, int32, uint32, uint64
 from kernels.bench import Case, main
 from kernels.formats import BLOCK, FORMATS, as_words, on_card, product_reference, random_raw
 from kernels.intrinsics import (dp4a, float_as_word, half_to_float, load_shared, load_shared4,
-                                load_word, load_words4, shared_address, store_shared, store_shared4, word_as_float)
+                                load_word, load_words4, shared_address, store_shared, store_shared4, word_as_float,
+                                word_sum)
 from kernels.operands import Matrix, Quantized
 from kernels.q8_gemv import random_activations
 
@@ -210,7 +211,7 @@ def device_functions(format, second):
         if minima:
             total = int32(0)
             for i in range(4):
-                total = dp4a(words[i], uint32(0x01010101), total)
+                total = word_sum(words[i], total)
         if minima == 1:
             total = int32(total + cuda.shfl_xor_sync(0xFFFFFFFF, total, 1))
             if is_odd:

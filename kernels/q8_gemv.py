@@ -61,7 +61,7 @@ from kernels.formats import BLOCK, as_words
 from kernels.formats.format import no_book
 from kernels.intrinsics import (BIAS_WORD, dp4a, float_as_word, half_to_float, let_next_begin, load_words2,
                                 load_words4, store_word, store_words4, stream_words2, stream_words4, unbias,
-                                wait_for_previous, warp_number)
+                                wait_for_previous, warp_number, word_sum)
 from kernels.norm import (MAX_WARPS, NormInput, hold_weights, norm_quantizer, rms_norm_quantize,
                           store_quantized)
 from kernels.operands import Matrix, Quantized
@@ -287,12 +287,6 @@ def in_plane(at):
     """The place of byte `at` of a column in planes."""
     half = uint32(uint32(at >> uint32(4)) & uint32(1))
     return uint32(uint32(uint32(at >> uint32(5)) << uint32(4)) + uint32(at & uint32(15)) + half * uint32(PLANE))
-
-
-@cuda.jit(device=True, forceinline=True)
-def word_sum(word, total):
-    """`total` plus the four int8 of a word."""
-    return dp4a(word, uint32(0x01010101), total)
 
 
 @cuda.jit(device=True, forceinline=True)

@@ -37,9 +37,9 @@ from numba.types import float32, int32, uint32
 from kernels import q8_gemv
 from kernels.bench import Case, main
 from kernels.formats import BLOCK, FORMATS, on_card, product_reference, random_raw
-from kernels.intrinsics import BIAS_WORD, dp4a, load_words4, unbias, word_as_float
+from kernels.intrinsics import BIAS_WORD, dp4a, load_words4, unbias, word_as_float, word_sum
 from kernels.operands import Matrix, Quantized
-from kernels.q8_gemv import PLANE, Q8, SUMS, TILE, Decoder, gemv, random_activations, word_sum
+from kernels.q8_gemv import PLANE, Q8, SUMS, TILE, Decoder, gemv, random_activations
 
 PAIR = 2  # rows that are unpacked at once
 
