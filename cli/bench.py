@@ -7,7 +7,8 @@ per second that the card reads, for weights, recurrent states and KV pages.
 
 A small model's decode may go beyond 100 per cent, because what fits into a cache is read faster than memory. Operations
 are timed by themselves. So the operations of a prompt's parts, which run side by side, add up to more than the prompt
-takes. Products of experts find another layer's choice when they are replayed: of few rows, they are too fast.
+takes. A replayed product of experts finds the choice of another layer in memory: with few rows it may read fewer
+experts than in its place, and seem faster.
 """
 
 import contextlib

@@ -10,9 +10,10 @@ stream has all that is no pass: steps, the choice of tokens, copies. Events orde
     a part waits for the last step but one, so the step right before it runs at the same time
 
 A step waits for memory most of the time, and a part computes. Together they take as long as in turns, but the pauses of
-answers are shorter (benchmarks/results.md). Kernels of the default stream have priority on an SM (`NvidiaCard.stream`). A step that got nothing of the card beside a
-part has the card to itself when the part is over, because the next part waits for it. Then nothing is gained: answers
-pause as in turns, but for one pause of two parts in each pass, after its first part.
+answers are shorter (benchmarks/results.md). Kernels of the default stream have priority on an SM
+(`NvidiaCard.stream`). A step that got nothing of the card beside a part has the card to itself when the part is over,
+because the next part waits for it. Then nothing is gained: answers pause as in turns, but for one pause of two parts in
+each pass, after its first part.
 
 A step and the part beside it change nothing that the other one uses. A pass gets its slot, pages and checkpoints before
 its first part, which waits for all that was queued earlier; and steps have scratch memory of their own

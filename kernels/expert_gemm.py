@@ -23,17 +23,10 @@ A tile is 16, 32 or 64 rows high (`tile_rows`): a prompt of 297 tokens gives eac
 tokens 144. A block has 4 warps with a quarter of the rows each, one below the other, and 128 columns. A warp whose rows
 are past the end of its tile carries weights to shared memory for the others and multiplies nothing.
 
-Pipe: dp4a, as in kernels/q8_gemm.py. Counted for 32 experts and random pairs: rows that warps multiply for each row of
-a pair, and tiles per expert, each of which reads the weights of the expert.
-
-    rows per expert        9.25           18           36           144
-    tiles of 16         1.41  1.0     1.19  1.6     1.12  2.7    1.02  9.5
-    tiles of 32         1.41  1.0     1.19  1.0     1.12  1.6    1.02  5.1
-    tiles of 64         1.73  1.0     1.42  1.0     1.21  1.0    1.06  2.8
-
-Up to about 12 rows per expert, each expert is read once, and the bound is the L1 cache: loads of 16 bytes from many
-columns, and shared memory (benchmarks/results.md, section expert_gemm). `combine` is bound by memory: 4 (n_used + 3)
-bytes per value with the shared expert.
+Pipe: dp4a, as in kernels/q8_gemm.py. Higher tiles read an expert's weights less often, and have more rows that belong
+to nobody; benchmarks/results.md, section expert_gemm, has both counted. Up to about 12 rows per expert, each expert is
+read once, and the bound is the L1 cache: loads of 16 bytes from many columns, and shared memory. `combine` is bound by
+memory: 4 (n_used + 3) bytes per value with the shared expert.
 """
 
 from functools import cache, partial

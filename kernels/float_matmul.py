@@ -422,7 +422,8 @@ def gemm_kernel(kind, shape, each):
 
 
 # The shapes of a real card.
-SHAPES = TALLEST, *_ = Shape(4, 4, 4, 2), Shape(4, 4, 2, 2), Shape(4, 4, 2, 1), Shape(2, 4, 4, 1, depth=64)
+TALLEST = Shape(4, 4, 4, 2)
+SHAPES = TALLEST, Shape(4, 4, 2, 2), Shape(4, 4, 2, 1), Shape(2, 4, 4, 1, depth=64)
 EMULATED = Shape(8, 1, 8, 2, lanes=32, ahead=False)
 
 

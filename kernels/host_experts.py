@@ -405,10 +405,10 @@ def cost_of_a_miss(expert_bytes, k, link, speed):
 
 
 def measure_host(host, layers, bring=None, *, rounds=3):
-    """Bytes of experts per second with which the emulated card `host` computes one expert for one row: where most
-    experts are on the card, a layer of a step asks for one or none. (Eight at once take a processor of 16 cores 0.036 ms
-    each, one alone 0.09.) layers: HostLayers, which take turns: what is measured should not be in a cache, as it is not
-    in a step. bring: see HostExperts; the rounds behind the first find the experts in memory."""
+    """Bytes of experts per second with which the emulated card `host` computes one expert for one row. One, because a
+    layer of a step asks for one or none where most experts are on the card; several at once would take less time each.
+    layers: HostLayers, which take turns: what is measured should not be in a cache, as it is not in a step. bring: see
+    HostExperts; the rounds behind the first find the experts in memory."""
     with HostExperts(host, host, dict(enumerate(layers)), 1, 1, bring=bring) as experts:
         wanted, best = np.zeros(1, np.int64), math.inf
         for _ in range(rounds):

@@ -287,8 +287,8 @@ def test_passes_of_27b_on_two_cards():
 
 
 @pytest.mark.parametrize("gigabytes, n_ctx, tops, chunk", [
-    (0, 64, 133.8, 512), (2, 64, 133.8, 896), (16, 4096, 133.8, 4800), (24, 4096, 267.6, 8192), (6, 65_536, 133.8, 1856),
-    (6, 180_000, 133.8, 512), (16, 4096, 32.6, 1152), (16, 4096, 17, 576), (16, 4096, 0.1, 64)])
+    (0, 64, 133.8, 512), (2, 64, 133.8, 896), (16, 4096, 133.8, 4800), (24, 4096, 267.6, 8192),
+    (6, 65_536, 133.8, 1856), (6, 180_000, 133.8, 512), (16, 4096, 32.6, 1152), (16, 4096, 17, 576), (16, 4096, 0.1, 64)])
 def test_chunk_fits_memory_and_time(gigabytes, n_ctx, tops, chunk, monkeypatch):
     """That of a 9B: what weights leave, less the context that was asked for and the states; and half a second of an
     H200, a T4, a throttled card and one that is slow beyond help."""
