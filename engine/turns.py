@@ -31,7 +31,7 @@ from typing import NamedTuple
 
 from engine.prefix import PAGE_TOKENS
 
-PROMPT_SHARE = 0.8          # share of the time that passes over prompts get while answers run
+PROMPT_SHARE = 0.82         # share of the time that passes over prompts get while answers run
 PART = 0.02                 # seconds that a part takes at least, if its pass is as long: each has a price of its own
 PASS = 0.25                 # seconds of a whole pass, about, at most: a shorter prompt, or several cards, wait for it
 LONGEST_PAUSE = 10.0        # a longer one was no work of a card: the process was suspended
