@@ -1,13 +1,18 @@
-"""What the notebooks share: counting, tables, plots and the frame of an exercise. No kernel is here, no check either."""
+"""What the notebooks share: counting, figures on record, tables, plots and the frame of an exercise. No kernel is here,
+no check either."""
 
+import io
 import re
 import sys
 import time
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))      # for kernels and qengine, wherever Jupyter started
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))           # for kernels and qengine, wherever Jupyter started
 
 import matplotlib.pyplot as plt
+import PIL.Image
+from IPython.display import Image, display
 
 import qengine
 from kernels.bench import seconds_per_call
@@ -57,6 +62,17 @@ def tokens_per_second(engine, prompt, n=64):
     return max(speeds)
 
 
+def measured(section, words):
+    """The numbers that follow `words` in a section of benchmarks/results.md: up to the end of the row of a table, or of
+    the sentence. section: its heading, or how the heading begins. LookupError: the section does not say these words."""
+    text = (ROOT / "benchmarks" / "results.md").read_text()
+    found = re.search(rf"^(#+) {re.escape(section)}.*?(?=^#{{1,3}} |\Z)", text, re.M | re.S)
+    after = found and re.search(rf"{re.escape(words)}(.*?)(?:\n\||\n\n|[.:;](?:\s|$)|\Z)", found[0], re.S)
+    if not after:
+        raise LookupError(f"benchmarks/results.md, section {section}, does not say: {words}")
+    return [float(number.replace(",", "")) for number in re.findall(r"\d[\d,]*(?:\.\d+)?", after[1])]
+
+
 # ---- tables ------------------------------------------------------------------------------------------------
 
 def table(head, *rows):
@@ -83,6 +99,16 @@ def compare(versions, model):
 
 
 # ---- plots -------------------------------------------------------------------------------------------------
+
+def show(words):
+    """Shows the figure that was drawn last, in 128 colours, which make a small file. words: what is in it, for readers
+    who do not see it."""
+    drawn, file = io.BytesIO(), io.BytesIO()
+    plt.savefig(drawn, format="png", bbox_inches="tight")
+    plt.close()
+    PIL.Image.open(drawn).convert("RGB").quantize(128, dither=PIL.Image.Dither.NONE).save(file, "png", optimize=True)
+    display(Image(file.getvalue(), alt=words))
+
 
 def plot_estimates(versions, model, title=""):
     """A panel for each kernel: how long each part of the card would be busy; the longest is the estimate."""

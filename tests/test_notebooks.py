@@ -26,7 +26,7 @@ from kernels.emulated.cards import CMP_100_210
 FOLDER = Path(__file__).resolve().parents[1] / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
 LESSONS = [path for path in NOTEBOOKS if path.stem != "00_tour"]
-N_EXERCISES = {"04_gemm": 3}            # of other lessons 2
+N_EXERCISES = {"04_gemm": 4}            # of other lessons 2
 SECONDS = 600                           # for one cell: the first use of a kernel compiles it
 PICTURE_BYTES = 120_000                 # of a lesson
 
@@ -97,6 +97,14 @@ def test_pictures_are_small(path):
     assert sum(map(len, kept)) < PICTURE_BYTES
 
 
+@pytest.mark.parametrize("path", [FOLDER / "02_roofline.ipynb", FOLDER / "04_gemm.ipynb"], ids=lambda path: path.stem)
+def test_pictures_are_told_in_words(path):
+    """For readers who do not see them: with lab.show. The other notebooks show theirs without."""
+    outputs = [output for cell in code_cells(read(path)) for output in cell.outputs]
+    shown = [output for output in outputs if "image/png" in output.get("data", ())]
+    assert shown and all(len(output.metadata["image/png"]["alt"]) > 100 for output in shown)
+
+
 @notebooks
 def test_becomes_a_page(path):
     page = "".join(nbconvert.HTMLExporter().from_filename(str(path))[0].split())
@@ -109,6 +117,29 @@ def lab():
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def test_figures_on_record(lab, tmp_path, monkeypatch):
+    """They are read from the section that is named, and nothing is found where nothing is."""
+    (tmp_path / "benchmarks").mkdir()
+    (tmp_path / "benchmarks" / "results.md").write_text("""# Measured
+## One, 2026-11-23
+| size | us |
+|---|---|
+| 4096 x 4096 | 1,234.5 | 6 |
+| 8192 | 7 |
+
+A loop makes 12.5 of
+13. It was 14.
+### one_kernel
+A loop makes 1: 2 with luck.
+""")
+    monkeypatch.setattr(lab, "ROOT", tmp_path)
+    assert lab.measured("One", "| 4096 x 4096") == [1234.5, 6] and lab.measured("One", "| 8192") == [7]
+    assert lab.measured("One", "A loop makes") == [12.5, 13] and lab.measured("one_kernel", "A loop makes") == [1]
+    for section, words in (("one_kernel", "| 8192"), ("Two", "A loop makes")):
+        with pytest.raises(LookupError):
+            lab.measured(section, words)
 
 
 @cuda.jit
