@@ -1,6 +1,7 @@
 """What the notebooks share: counting, figures on record, tables, plots and the frame of an exercise. No kernel is here,
 no check either."""
 
+import base64
 import io
 import re
 import sys
@@ -12,7 +13,7 @@ sys.path.insert(0, str(ROOT))           # for kernels and qengine, wherever Jupy
 
 import matplotlib.pyplot as plt
 import PIL.Image
-from IPython.display import Image, display
+from IPython.display import display
 
 import qengine
 from kernels.bench import seconds_per_call
@@ -102,12 +103,13 @@ def compare(versions, model):
 
 def show(words):
     """Shows the figure that was drawn last, in 128 colours, which make a small file. words: what is in it, for readers
-    who do not see it."""
+    who do not see it: where no picture can be shown, and where descriptions of pictures are read out."""
     drawn, file = io.BytesIO(), io.BytesIO()
     plt.savefig(drawn, format="png", bbox_inches="tight")
     plt.close()
     PIL.Image.open(drawn).convert("RGB").quantize(128, dither=PIL.Image.Dither.NONE).save(file, "png", optimize=True)
-    display(Image(file.getvalue(), alt=words))
+    png = base64.b64encode(file.getvalue()).decode()
+    display({"image/png": png, "text/plain": words}, metadata={"image/png": {"alt": words}}, raw=True)
 
 
 def plot_estimates(versions, model, title=""):
