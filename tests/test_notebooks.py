@@ -10,6 +10,7 @@ should show. Cells have tags:
 
 import base64
 import importlib.util
+import re
 import sys
 from pathlib import Path
 
@@ -40,7 +41,10 @@ def read(path):
 
 def execute(path):
     """The notebook with fresh outputs. Raises CellExecutionError where a cell fails."""
-    notebook = read(path)
+    return run(read(path), path)
+
+
+def run(notebook, path):
     nbclient.NotebookClient(notebook, timeout=SECONDS, record_timing=False, coalesce_streams=True,
                             resources={"metadata": {"path": str(path.parent)}}).execute()
     return notebook
@@ -71,10 +75,25 @@ def test_outputs_are_kept(path):
     assert sum(len(pictures(cell)) for cell in cells), "no plot is kept"
 
 
+def with_attempts(notebook):
+    """Behind each solution a cell that attempts the exercise with it, as readers do who have found it themselves."""
+    cells = []
+    for cell in notebook.cells:
+        cells.append(cell)
+        if has(cell, "solution"):
+            (check, answer), = re.findall(r"^(check_\w+)\((.*)\)$", cell.source, re.M)
+            attempt = nbformat.v4.new_code_cell(f"lab.attempt({check}, {answer})", metadata={"tags": ["attempt"]})
+            cells.append(attempt)
+    notebook.cells = cells
+    return notebook
+
+
 @notebooks
 def test_runs_as_kept(path):
-    kept, fresh = code_cells(read(path)), code_cells(execute(path))
-    for before, now in zip(kept, fresh, strict=True):
+    kept, fresh = code_cells(read(path)), code_cells(run(with_attempts(read(path)), path))
+    attempts = [cell for cell in fresh if has(cell, "attempt")]
+    assert [printed(cell) for cell in attempts] == ["solved\n"] * len(attempts)
+    for before, now in zip(kept, [cell for cell in fresh if not has(cell, "attempt")], strict=True):
         assert [output.get("name") for output in now.outputs if output.get("name") == "stderr"] == [], printed(now)
         if not has(now, "varies"):
             assert printed(now) == printed(before), f"stale (see the top of {Path(__file__).name}): {now.source}"
@@ -83,7 +102,7 @@ def test_runs_as_kept(path):
 
 @lessons
 def test_exercises_and_their_solutions(path):
-    """Two of each, or three, by turns, the solution folded."""
+    """As many as there should be, by turns, the solution folded."""
     cells = [cell for cell in code_cells(read(path)) if has(cell, "exercise") or has(cell, "solution")]
     assert [cell.metadata.tags[0] for cell in cells] == ["exercise", "solution"] * N_EXERCISES.get(path.stem, 2)
     for exercise, solution in zip(cells[::2], cells[1::2]):
