@@ -1668,6 +1668,7 @@ class Flight:
     tokens: Tokens
     ticket: Ticket
     width: int = 1
+    replays: bool = True        # whether a step of this shape was recorded before
 
 
 @dataclass
@@ -1724,6 +1725,7 @@ class Scheduler(Rounds):
         self.landed_at: list[float | None] = [None] * pipeline.n_groups    # when a step landed right before this flight
         # The width for which the latest step of each group makes drafts of the block.
         self.planned = [1 + pace.has_block * min(pace.limit, FIRST_DRAFTS)] * pipeline.n_groups
+        self.uses = collections.Counter()           # (shape, group) -> steps; each result buffer needs a recording
         self.first_tokens = collections.deque()     # the Flights that end prompts
         self.next_groups = itertools.cycle(range(pipeline.n_groups))
         self.turns = Turns(pipeline.n_stages)
@@ -1974,7 +1976,9 @@ class Scheduler(Rounds):
         self.planned[group] = shape.n_drafts + 1
         for sequence in batch:
             sequence.in_flight = shape.width
-        self.flights[group] = Flight(batch, tokens, self.turns.add_step(), shape.width)
+        self.uses[shape, group] += 1
+        replays = self.uses[shape, group] > BUFFERS
+        self.flights[group] = Flight(batch, tokens, self.turns.add_step(), shape.width, replays)
 
     def shape(self, batch: list[Sequence], group: int) -> StepShape:
         """The shape of the group's next step."""
@@ -2017,10 +2021,11 @@ class Scheduler(Rounds):
                 self._take_outcome(sequence, flight.tokens, range(i, n * flight.width, n), outcome)
 
     def _measure(self, flight: Flight, group: int, is_behind: bool):
-        """Note how long a step took, if it followed another one directly and no prompt's pass ran beside it."""
+        """Note how long a step took, if it followed another one directly, replays a recording, and no prompt's pass ran
+        beside it."""
         before, now = self.landed_at[group], self.turns.landed_at
         self.landed_at[group] = now if is_behind and not self.turns.unmeasured else None
-        if before is not None and self.landed_at[group] is not None:
+        if before is not None and self.landed_at[group] is not None and flight.replays:
             self.pace.measure(len(flight.sequences), flight.width, now - before)
 
     def _take_outcome(self, sequence: Sequence, tokens: Tokens, rows, outcome: list[int]):

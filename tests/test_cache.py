@@ -21,6 +21,7 @@ import qengine
 from engine.constraints import Constraint, Vocabulary, along
 from engine.plan import LEAST_CHECKPOINTS, step_rows
 from engine.prefix import CHECKPOINT_INTERVAL, PAGE_TOKENS, PrefixCache, checkpoint_positions, pages_for, whole_pages
+from engine.sampler import BUFFERS
 from engine.sequence import Sequence
 from engine.speculate import Pace
 from engine.tokenizer import Tokenizer
@@ -816,6 +817,19 @@ def test_steps_beside_parts(rates, least_share, longest_pause, plan_error):
     pipeline.times.rates = rates
     share, pauses, _ = beside_answers(world, [18_400])
     assert share > least_share and pauses.max() < longest_pause and np.median(pauses) < 0.03
+
+
+@pytest.mark.parametrize("width", [1, 3])
+def test_steps_that_had_to_be_recorded_are_not_measured(width):
+    """A recording takes longer than many a step, and each result buffer has its own. With such times, a width that is
+    seldom tried would stay too slow to be tried again."""
+    world = roomy(width=width)
+    measured, uses = [], world.scheduler.uses
+    world.scheduler.pace.measure = lambda n, checked, seconds: measured.append((dict(uses), checked))
+    world.answer(texts()(100), max_tokens=60, ignore_eos=True)
+    assert len(measured) >= 5 and {checked for _, checked in measured} == {width}
+    counts, _ = measured[0]
+    assert max(counts.values()) == BUFFERS + 1
 
 
 @pytest.mark.parametrize("token_seconds, step_seconds", [(0.0004, 0.002), (0.001, 0.1), (0.01, 0.03)])
