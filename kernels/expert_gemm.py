@@ -30,6 +30,7 @@ memory: 4 (n_used + 3) bytes per value with the shared expert.
 """
 
 from functools import cache, partial
+from typing import NamedTuple
 
 import numpy as np
 from numba import cuda
@@ -39,9 +40,11 @@ from kernels import float_matmul
 from kernels.bench import Case, main
 from kernels.float_matmul import ROWS, WEIGHT_AT, first_line
 from kernels.formats import BLOCK, FORMATS, as_words, on_card, product_reference, random_raw
-from kernels.intrinsics import array_at, load_floats4, store_floats4
+from kernels.intrinsics import (array_at, load_floats4, load_shared, load_shared4, load_words4, shared_address,
+                                store_floats4)
 from kernels.operands import Experts, Matrix, Quantized
-from kernels.q8_gemm import COLUMNS, THREADS, TILE_N, WARPS, carried_row, carriers, tile_functions
+from kernels.q8_gemm import (COLUMNS, THREADS, TILE_N, WARPS, X_ROWS, carried_row, carriers, device_functions,
+                             load_block, tile_functions)
 from kernels.q8_gemv import random_activations
 from kernels.records import Choice, Groups
 from kernels.route import group_reference, most_tiles
@@ -125,6 +128,245 @@ def grouped(format, height):
         multiply_tile(acc, row0 < end, array_at(codes, wq), array_at(scales, wd), start, xq, xd,
                       source_row(order, position, n_used), k)
         row0, end = rows_of_warp(tiles)  # read once more: they would take registers
+        store_tile(y, acc, row0, end, uint32(cuda.blockIdx.x * uint32(TILE_N)), n, stride, False)
+
+    return expert_gemm_kernel
+
+
+# ---- quantised, several blocks of k at once ----------------------------------------------------------------------
+
+W_BLOCK = TILE_N * BLOCK + 32       # bytes in shared memory from a block of k of w to the next
+
+
+class Stage(NamedTuple):
+    """How a block of threads brings w and x to shared memory."""
+    depth: int          # blocks of k at once: 2 or 4
+    doubled: bool       # two buffers, of which one is filled while the other is read; one barrier in place of two
+    unrolled: bool      # the blocks of a stage are written out
+    resident: int       # blocks of threads that an SM has registers for
+
+
+@cuda.jit(device=True, forceinline=True)
+def half_at(column, half):
+    """Where half of a block of w lies in shared memory. The halves of every other 4 columns have changed places: so 8
+    neighbouring lanes that each read a half of their own column use all banks."""
+    swapped = uint32(half ^ uint32(uint32(column >> uint32(2)) & uint32(1)))
+    return uint32(uint32(column << uint32(5)) + uint32(swapped << uint32(4)))
+
+
+def stage_carriers(format, depth):
+    """(begin, fetch, put_at) of a thread's units."""
+    starts, fetch_block = format.starts, format.fetch
+    bits, step, turn = (depth - 1).bit_length(), TILE_N // depth, (depth - 1).bit_length()
+
+    @cuda.jit(device=True, forceinline=True)
+    def column_of(thread):
+        """Of the thread's first unit. The lowest bits are turned: 8 neighbouring threads store to different banks."""
+        group = uint32(thread >> uint32(bits))
+        low = uint32(group & uint32(7))
+        turned = uint32(uint32(low << uint32(turn)) | uint32(low >> uint32(3 - turn))) & uint32(7)
+        return uint32(uint32(group & uint32(0xFFFFFFF8)) | turned)
+
+    @cuda.jit(device=True, forceinline=True)
+    def half_column(thread):
+        group = uint32(thread >> uint32(bits + 1))
+        if depth == 4:
+            return group
+        low = uint32(group & uint32(3))
+        turned = uint32(uint32(low << uint32(1)) | uint32(low >> uint32(1))) & uint32(3)
+        return uint32(uint32(group & uint32(0xFFFFFFFC)) | turned)
+
+    @cuda.jit(device=True, forceinline=True)
+    def begin(start, first, last, thread, blocks):
+        for j in range(depth):
+            q, d = starts(min(uint32(first + column_of(thread) + uint32(step * j)), last), blocks)
+            start[j, 0], start[j, 1], start[j, 2] = q, q, d
+
+    @cuda.jit(device=True, forceinline=True)
+    def fetch(raw, wq, wd, start, blocks, first, last, thread):
+        b = min(uint32(first + uint32(thread & uint32(depth - 1))), last)
+        for j in range(depth):
+            fetch_block(raw[j], wq, wd, start[j, 0], start[j, 2], blocks, b)
+
+    @cuda.jit(device=True, forceinline=True)
+    def places(thread):
+        """(first half, second half, scale) in the first buffer."""
+        column, block = column_of(thread), uint32(thread & uint32(depth - 1))
+        at = uint32(block * uint32(W_BLOCK))
+        return uint32(at + half_at(column, uint32(0))), uint32(at + half_at(column, uint32(1)))
+
+    @cuda.jit(device=True, forceinline=True)
+    def begin_halves(start, first, last, thread, blocks):
+        half = uint32(uint32(thread & uint32(1)) << uint32(4))
+        for j in range(depth):
+            column = uint32(first + half_column(thread) + uint32(step * j))
+            one, _ = starts(min(column, last), blocks)
+            two, _ = starts(min(uint32(column + uint32(step // 2)), last), blocks)
+            _, d = starts(min(uint32(first + column_of(thread) + uint32(step * j)), last), blocks)
+            start[j, 0], start[j, 1], start[j, 2] = uint32(one + half), uint32(two + half), d
+
+    @cuda.jit(device=True, forceinline=True)
+    def fetch_halves(raw, wq, wd, start, blocks, first, last, thread):
+        b = min(uint32(first + uint32(thread & uint32(depth - 1))), last)
+        at = uint32(min(uint32(first + uint32(uint32(thread >> uint32(1)) & uint32(depth - 1))), last) << uint32(5))
+        for j in range(depth):
+            to = raw[j]
+            to[0], to[1], to[2], to[3] = load_words4(wq, uint32(start[j, 0] + at))
+            to[4], to[5], to[6], to[7] = load_words4(wq, uint32(start[j, 1] + at))
+            to[8] = uint32(wd[uint32(start[j, 2] + b)])
+
+    @cuda.jit(device=True, forceinline=True)
+    def places_halves(thread):
+        block = uint32(uint32(thread >> uint32(1)) & uint32(depth - 1))
+        at = uint32(uint32(block * uint32(W_BLOCK)) + half_at(half_column(thread), uint32(thread & uint32(1))))
+        return at, uint32(at + uint32(BLOCK * step // 2))
+
+    return (column_of, begin_halves, fetch_halves, places_halves) if format.bits == 8 else \
+        (column_of, begin, fetch, places)
+
+
+@cache
+def staged(format, height, stage):
+    """The kernel of a format for tiles of `height` rows and a Stage."""
+    depth, doubled, unrolled, resident = stage
+    rows = height // WARPS
+    column_of, begin, fetch, places = stage_carriers(format, depth)
+    put_column, put_x, load_x_scales, multiply_row = device_functions(format)
+    per_row, n_scales, raw_words, load_book = 1 + format.minima, format.n_scales, format.raw_words, format.load_book
+    shift, at_once = depth.bit_length(), 16 // depth        # rows of x that a warp loads at once
+    x_parts, step = max(rows // at_once, 1), TILE_N // depth
+    wd_block = 4 * TILE_N * n_scales + 32
+    wd_start = depth * W_BLOCK
+    x_start, x_row_bytes = wd_start + depth * wd_block, depth * BLOCK
+    xd_block = 64 * max(per_row, 2)
+    xd_start = x_start + WARPS * rows * x_row_bytes
+    buffer = xd_start + WARPS * depth * xd_block
+    shared_words = (2 if doubled else 1) * buffer // 4
+    _, store_tile = tile_functions(format, rows, skips=True)
+
+    @cuda.jit(device=True, forceinline=True)
+    def rows_of_warp(tiles):
+        _, first, end = read_tile(tiles)
+        block = uint32(uint32(cuda.blockIdx.y * cuda.gridDim.x) + cuda.blockIdx.x)
+        warp = uint32(cuda.threadIdx.y + uint32(uint32(block * uint32(0x9E3779B1)) >> uint32(30)))
+        return uint32(first + uint32(warp % uint32(WARPS)) * uint32(rows)), end
+
+    @cuda.jit(device=True, forceinline=True)
+    def fetch_rows(words, scales, xq, xd, x_from, first, last, lane):
+        b = min(uint32(first + uint32(uint32(lane >> uint32(1)) & uint32(depth - 1))), last)
+        for p in range(x_parts):
+            to = words[p]
+            to[0], to[1], to[2], to[3] = load_words4(xq, uint32(x_from[p] + uint32(b << uint32(5))))
+            scales[p] = xd[uint32(uint32(x_from[p] >> uint32(5)) + b)]
+
+    @cuda.jit(device=True, forceinline=True)
+    def put(raw, x_words, x_scale, to, other, wd_to, x_to, xd_to, book):
+        for j in range(depth):
+            put_column(raw[j], to + uint64(BLOCK * step * j), other + uint64(BLOCK * step * j),
+                       wd_to + uint64(4 * step * j), book)
+        for p in range(x_parts):
+            put_x(x_words[p], x_scale[p], x_to + uint64(at_once * x_row_bytes * p), xd_to + uint64(4 * at_once * p))
+
+    @cuda.jit(device=True, forceinline=True)
+    def multiply_block(acc, w_at, other_at, wd_at, x_at, xd_at):
+        w = cuda.local.array((COLUMNS, 8), uint32)
+        w_scales = cuda.local.array((n_scales, COLUMNS), uint32)
+        x_scales = cuda.local.array((2, per_row, 4), uint32)
+        x = cuda.local.array(8, uint32)
+        for c in range(COLUMNS):
+            w[c, 0], w[c, 1], w[c, 2], w[c, 3] = load_shared4(w_at + uint64(32 * BLOCK * c))
+            w[c, 4], w[c, 5], w[c, 6], w[c, 7] = load_shared4(other_at + uint64(32 * BLOCK * c))
+        for s in range(n_scales):
+            for c in range(COLUMNS):
+                w_scales[s, c] = load_shared(wd_at + uint64(4 * TILE_N * s + 128 * c))
+        for r in range(rows):
+            if r & 3 == 0:
+                load_x_scales(x_scales, r, xd_at - uint64(X_ROWS))
+            load_block(x, x_at + uint64(x_row_bytes * r))
+            multiply_row(acc, r, w, w_scales, x, x_scales)
+
+    @cuda.jit(launch_bounds=(THREADS, resident))
+    def expert_gemm_kernel(y, wq, wd, xq, xd, places_of, order, tiles, n_tiles, n, k, n_used, stride):
+        if uint32(cuda.blockIdx.y) >= uint32(n_tiles[0]):
+            return
+        expert, _, _ = read_tile(tiles)
+        place = uint32(expert * uint32(2))
+        codes, scales = places_of[place], places_of[uint32(place + uint32(1))]
+        if codes == uint64(0):
+            return
+        row0, end = rows_of_warp(tiles)
+        works = row0 < end
+        lane, warp = uint32(cuda.threadIdx.x), uint32(cuda.threadIdx.y)
+        thread = uint32(uint32(warp * uint32(32)) + lane)
+        blocks = uint32(k >> uint32(5))
+        last = uint32(blocks - uint32(1))
+        x_from, start = cuda.local.array(x_parts, uint32), cuda.local.array((depth, 3), uint32)
+        own_row = uint32(min(uint32(lane >> uint32(shift)), uint32(rows - 1)))
+        half, x_block = uint32(lane & uint32(1)), uint32(uint32(lane >> uint32(1)) & uint32(depth - 1))
+        for p in range(x_parts):
+            position = min(uint32(row0 + own_row + uint32(at_once * p)), uint32(end - uint32(1)))
+            x_from[p] = uint32(uint32(source_row(order, position, n_used) * k) + uint32(half << uint32(4)))
+        begin(start, uint32(cuda.blockIdx.x * uint32(TILE_N)), uint32(n - uint32(1)), thread, blocks)
+        wq, wd = array_at(codes, wq), array_at(scales, wd)
+        raw, x_words = cuda.local.array((depth, raw_words), uint32), cuda.local.array((x_parts, 4), uint32)
+        x_scale = cuda.local.array(x_parts, float32)
+        acc = cuda.local.array((rows, COLUMNS), float32)
+        for r in range(rows):
+            for c in range(COLUMNS):
+                acc[r, c] = float32(0.0)
+
+        base = shared_address(cuda.shared.array(shared_words, uint32, alignment=16))
+        first_half, second_half = places(thread)
+        to, other = base + uint64(first_half), base + uint64(second_half)
+        wd_to = base + uint64(wd_start) + uint64(uint32(uint32(thread & uint32(depth - 1)) * uint32(wd_block))
+                                                 + uint32(column_of(thread) << uint32(2)))
+        x_at = base + uint64(x_start) + uint64(uint32(warp * uint32(rows * x_row_bytes)))
+        xd_at = base + uint64(xd_start) + uint64(uint32(warp * uint32(depth * xd_block)))
+        x_to = x_at + uint64(uint32(uint32(own_row * uint32(x_row_bytes)) + uint32(x_block << uint32(5))
+                                    + uint32(half << uint32(4))))
+        xd_to = xd_at + uint64(uint32(uint32(x_block * uint32(xd_block)) + uint32(own_row << uint32(2))
+                                      + uint32(half << uint32(6))))
+        w_at, other_at = base + uint64(half_at(lane, uint32(0))), base + uint64(half_at(lane, uint32(1)))
+        wd_at = base + uint64(wd_start) + uint64(uint32(lane << uint32(2)))
+        now, following = uint64(0), uint64(buffer if doubled else 0)
+
+        fetch(raw, wq, wd, start, blocks, uint32(0), last, thread)
+        fetch_rows(x_words, x_scale, xq, xd, x_from, uint32(0), last, lane)
+        book = load_book(thread, uint32(THREADS))
+        first = uint32(0)
+        if doubled:
+            put(raw, x_words, x_scale, to, other, wd_to, x_to, xd_to, book)
+            fetch(raw, wq, wd, start, blocks, uint32(depth), last, thread)
+            fetch_rows(x_words, x_scale, xq, xd, x_from, uint32(depth), last, lane)
+            cuda.syncthreads()
+        while first < blocks:
+            put(raw, x_words, x_scale, to + following, other + following, wd_to + following, x_to + following,
+                xd_to + following, book)
+            if not doubled:
+                cuda.syncthreads()
+            ahead = uint32(first + uint32(2 * depth if doubled else depth))
+            fetch(raw, wq, wd, start, blocks, ahead, last, thread)
+            fetch_rows(x_words, x_scale, xq, xd, x_from, ahead, last, lane)
+            if works:
+                n_blocks = uint32(min(uint32(depth), uint32(blocks - first)))
+                if unrolled and n_blocks == uint32(depth):
+                    for j in range(depth):
+                        multiply_block(acc, w_at + now + uint64(W_BLOCK * j), other_at + now + uint64(W_BLOCK * j),
+                                       wd_at + now + uint64(wd_block * j), x_at + now + uint64(BLOCK * j),
+                                       xd_at + now + uint64(xd_block * j))
+                else:
+                    j = uint32(0)
+                    while j < n_blocks:
+                        w_more = now + uint64(uint32(j * uint32(W_BLOCK)))
+                        multiply_block(acc, w_at + w_more, other_at + w_more,
+                                       wd_at + now + uint64(uint32(j * uint32(wd_block))),
+                                       x_at + now + uint64(uint32(j * uint32(BLOCK))),
+                                       xd_at + now + uint64(uint32(j * uint32(xd_block))))
+                        j = uint32(j + uint32(1))
+            cuda.syncthreads()
+            now, following = following, now
+            first = uint32(first + uint32(depth))
+        row0, end = rows_of_warp(tiles)
         store_tile(y, acc, row0, end, uint32(cuda.blockIdx.x * uint32(TILE_N)), n, stride, False)
 
     return expert_gemm_kernel

@@ -184,21 +184,22 @@ def carriers(format):
         (begin, fetch, place, 16)
 
 
-def device_functions(format, second):
-    """The parts of version 3 that depend on the scales of the format; `second` as in `carriers`."""
+def device_functions(format):
+    """The parts of version 3 that depend on the scales of the format."""
     minima, unpack, n_scales, integers = format.minima, format.unpack, format.n_scales, format.halves
     dots, first_minimum = 2 if integers or format.float_scales == 2 else 1, n_scales - minima
     dot_shape, apart = (dots, COLUMNS), not integers and dots == 2
 
     @cuda.jit(device=True, forceinline=True)
-    def put_column(raw, to, scale_to, book):
-        """Unpacks a block of w, given as it lies in global memory, and stores its int8 and scales in shared memory."""
+    def put_column(raw, to, other, scale_to, book):
+        """Unpacks a block of w, given as it lies in global memory, and stores its int8 and scales in shared memory: the
+        first 16 bytes at `to`, the others at `other`."""
         w, scales = cuda.local.array(WORDS, uint32), cuda.local.array(n_scales, uint32)
         unpack(w, scales, raw, book)
         if integers:
             scales[1], scales[2] = float_as_word(float32(int32(scales[1]))), float_as_word(float32(int32(scales[2])))
         store_shared4(to, w[0], w[1], w[2], w[3])
-        store_shared4(to + uint64(second), w[4], w[5], w[6], w[7])
+        store_shared4(other, w[4], w[5], w[6], w[7])
         for s in range(n_scales):
             store_shared(scale_to + uint64(4 * TILE_N * s), scales[s])
 
@@ -281,7 +282,7 @@ def tile_functions(format, rows, skips=False):
     put_row, sync_row, is_odd = rows // 3, rows // 2, rows % 2 == 1
     rest_row = (sync_row + rows) // 2  # a loop over all rows after sync_row would not be unrolled
     _, fetch, place, second = carriers(format)
-    put_column, put_x, load_x_scales, multiply_row = device_functions(format, second)
+    put_column, put_x, load_x_scales, multiply_row = device_functions(format)
     per_row, n_scales, raw_words = 1 + format.minima, format.n_scales, format.raw_words
     x_warp = X_ROWS + 64 * max(per_row, 2)
     w_buffer, load_book = TILE_N * (PITCH + 4 * n_scales), format.load_book
@@ -342,7 +343,7 @@ def tile_functions(format, rows, skips=False):
         fetch(raw, wq, wd, start, blocks, uint32(0))
         x_scale = fetch_x(x_words, xq, xd, x_from, xd_from, uint32(0))
         book = load_book(thread, uint32(THREADS))
-        put_column(raw, w_to, wd_to, book)
+        put_column(raw, w_to, w_to + uint64(second), wd_to, book)
         put_x(x_words, x_scale, x_to, xd_to)
         b = min(uint32(1), last)
         fetch(raw, wq, wd, start, blocks, b)
@@ -365,11 +366,11 @@ def tile_functions(format, rows, skips=False):
                     for c in range(COLUMNS):
                         w_scales[s, c] = load_shared(wd_at + w_here + uint64(4 * TILE_N * s + 128 * c))
                 multiply_rows(acc, 0, put_row, w, w_scales, x, x_now, x_scales)
-                put_column(raw, w_to + w_next, wd_to + w_next, book)
+                put_column(raw, w_to + w_next, w_to + w_next + uint64(second), wd_to + w_next, book)
                 put_x(x_words, x_scale, x_to + x_next, xd_to + x_next)
                 multiply_rows(acc, put_row, sync_row, w, w_scales, x, x_now, x_scales)
             else:
-                put_column(raw, w_to + w_next, wd_to + w_next, book)
+                put_column(raw, w_to + w_next, w_to + w_next + uint64(second), wd_to + w_next, book)
             b = min(uint32(block + uint32(2)), last)
             fetch(raw, wq, wd, start, blocks, b)
             x_scale = fetch_x(x_words, xq, xd, x_from, xd_from, b)
