@@ -57,7 +57,7 @@ from numba.types import float32, uint32, uint64
 from kernels.bench import Case, main
 from kernels.intrinsics import (BIAS_FLOAT, both_high, both_low, div_rn, float_as_word, float_max, hadd2, half2_high,
                                 half2_low, hfma2, hmul2, load_floats4, load_shared4, load_words4, pack_half2,
-                                shared_address, sigmoid, store_floats4, store_shared, store_shared4, store_words4,
+                                shared_address, sigmoid, store_floats4, store_shared4, store_words4,
                                 word_as_float)
 from kernels.kv_cache import Pages, page_offset_function
 from kernels.kv_formats import KV_FORMATS, PAGE
@@ -73,7 +73,7 @@ TILE_DIMS = 128          # dims of a tile of keys
 TILE_ELEMENTS = PAGE * TILE_DIMS            # of a tile of values, too
 KEY_STRIDE = TILE_DIMS // 2 + 4             # words from one key of a tile to the next in shared memory
 LOADS = PAGE // 2 // WARPS                  # 16-byte loads of a lane per tile
-TILE, P_TILE, LOADED = PAGE * KEY_STRIDE, WARPS * ROWS * PAGE // 2, 4 * LOADS  # words
+TILE, P_TILE, LOADED = PAGE * KEY_STRIDE, WARPS * ROWS * PAGE, 4 * LOADS  # words
 LOG2E, LN2 = 1 / math.log(2), math.log(2)
 MINUS_INFINITY = float("-inf")
 EVERY_LANE = 0xFFFFFFFF
@@ -223,17 +223,16 @@ def product_functions(stride, n_rows):
 
     @cuda.jit(device=True, forceinline=True)
     def chain_values(h, p_at, v_at, fresh):
-        """h[4 r + w] = or += p v over 8 keys, for n_rows rows of p at address p_at (two keys in a word) and the lane's
-        4 words of the rows of v at v_at."""
+        """h[4 r + w] = or += p v over 4 keys, for n_rows rows of p at address p_at and the lane's 4 words of the rows
+        of v at v_at."""
         pw = cuda.local.array(32, uint32)
         vw = cuda.local.array(4, uint32)
         for r in range(uint32(n_rows)):
-            load_tile(pw, p_at + uint64(uint32(r * uint32(2 * PAGE))), r)
-        for j in range(uint32(8)):
+            load_tile(pw, p_at + uint64(uint32(r * uint32(4 * PAGE))), r)
+        for j in range(uint32(4)):
             load_tile(vw, v_at + uint64(uint32(j * uint32(4 * stride))), uint32(0))
             for r in range(uint32(n_rows)):
-                pair = pw[uint32(uint32(4) * r + uint32(j // uint32(2)))]
-                x = both_high(pair) if j % uint32(2) else both_low(pair)
+                x = pw[uint32(uint32(4) * r + j)]
                 for w in range(uint32(4)):
                     n = uint32(uint32(4) * r + w)
                     h[n] = hmul2(x, vw[w]) if fresh and j == uint32(0) else hfma2(x, vw[w], h[n])
@@ -324,9 +323,9 @@ def tiles_kernel(format, head_dim, gated, packed):
             uint32(uint32(warp * uint32(ROWS) + upper * uint32(4)) * uint32(4 * q_stride)))
         k_at = shared_address(tile) + uint64(uint32(key_lane * uint32(4 * KEY_STRIDE)))
         v_at = shared_address(tile) + uint64(uint32(row_lane * uint32(16)))
-        p_at = shared_address(p_tile) + uint64(uint32(warp * uint32(ROWS * 2 * PAGE)))
-        own_p_at = p_at + uint64(uint32(upper * uint32(4 * 2 * PAGE) + uint32(8) * key_lane))
-        p_at = p_at + uint64(uint32(own * uint32(2 * PAGE)))
+        p_at = shared_address(p_tile) + uint64(uint32(warp * uint32(ROWS * 4 * PAGE)))
+        own_p_at = p_at + uint64(uint32(upper * uint32(4 * 4 * PAGE) + uint32(16) * key_lane))
+        p_at = p_at + uint64(uint32(own * uint32(4 * PAGE)))
         put_key = shared_address(tile) + uint64(
             uint32(uint32(uint32(2) * warp + upper) * uint32(4 * KEY_STRIDE) + uint32(16) * key_lane))
         put_value = v_at + uint64(uint32(warp * uint32(rows_at_once * 4 * q_stride)))
@@ -386,9 +385,9 @@ def tiles_kernel(format, head_dim, gated, packed):
                     c = power_of_two(cuda.fma(s[n + uint32(2)], float32(LOG2E), -high2))
                     d = power_of_two(cuda.fma(s[n + uint32(3)], float32(LOG2E), -high2))
                     total[i] = total[i] + ((a + b) + (c + d))
-                    at = own_p_at + uint64(uint32(i * uint32(2 * PAGE)))
-                    store_shared(at, pack_half2(a, b))
-                    store_shared(at + uint64(4), pack_half2(c, d))
+                    ab, cd = pack_half2(a, b), pack_half2(c, d)
+                    store_shared4(own_p_at + uint64(uint32(i * uint32(4 * PAGE))), both_low(ab), both_high(ab),
+                                  both_low(cd), both_high(cd))
                 cuda.syncwarp()
             for part in range(uint32(n_parts)):
                 cuda.syncthreads()
@@ -401,11 +400,13 @@ def tiles_kernel(format, head_dim, gated, packed):
                 if sees:
                     for c in range(uint32(tile_values // CHAIN)):
                         h = cuda.local.array(n_chains, uint32)
-                        of_part = uint32(uint32(part) * uint32(2 * tile_values))
-                        at = p_at + uint64(uint32(of_part + uint32(c) * uint32(2 * CHAIN)))
+                        of_part = uint32(uint32(part) * uint32(4 * tile_values))
+                        at = p_at + uint64(uint32(of_part + uint32(c) * uint32(4 * CHAIN)))
                         v = v_at + uint64(uint32(uint32(c) * uint32(CHAIN * 4 * q_stride)))
                         chain_values(h, at, v, True)
-                        chain_values(h, at + uint64(16), v + uint64(8 * 4 * q_stride), False)
+                        chain_values(h, at + uint64(16), v + uint64(16 * q_stride), False)
+                        chain_values(h, at + uint64(32), v + uint64(32 * q_stride), False)
+                        chain_values(h, at + uint64(48), v + uint64(48 * q_stride), False)
                         for n in range(uint32(n_chains)):
                             i = uint32(uint32(2) * n)
                             o[i] = o[i] + half2_low(h[n])
