@@ -33,18 +33,22 @@ bits, so results do not depend on how a prompt is cut into launches. A page pass
     D = 128:  keys              | values
 
     shared memory, words:   q [4 warps][8 rows][D/2 + 4]   tile: 64 keys of [68], or 8,192 / D values of [D/2 + 4]
-                            p [4 warps][8 rows][32]        two keys in a word
+                            p [4 warps][8 rows][64]        each twice in a word
 
 Rows are padded by 4 words: 8 lanes that read 16 bytes of 8 neighbouring rows touch all 32 banks once.
 
-    scores: a lane owns 4 rows x 4 keys, all dims: lane // 16 picks the rows, the keys are 4 (lane % 16) .. + 3
+    scores: a lane owns 4 rows x 4 keys, all dims: lane % 2 picks the rows, the keys are 4 (lane // 2) .. + 3
     values: a lane owns 8 dims, all keys; D = 256: of all 8 rows; D = 128: of 4 rows, as for scores
+
+Neighbouring lanes read the same keys, so a load of 16 bytes of 16 keys takes two cycles of shared memory and not four.
+A probability fills both halves of its word, so a product takes the word as it is. A Hopper card runs packed products on
+two pipes, of which one cannot take one half of a word for both factors.
 
 Where no score of the warp exceeds its row's maximum so far, nothing is rescaled, since the factor would be exactly 1,
 and no maximum is exchanged. The sum of the probabilities stays with each lane's own keys until the end. Keys and values
 beyond the live length are never read: the index is clamped to the last live key, whose probability is then 0.
 
-Pipe: half2, 67 % of the instructions. Measured at 34 % of its peak: benchmarks/results.md, section attention.
+Pipe: half2, 66 % of the instructions. Measured at 40 % of its peak: benchmarks/results.md, section attention.
 """
 
 import math
@@ -112,14 +116,14 @@ def power_of_two(x):
 
 @cuda.jit(device=True, forceinline=True)
 def half_warp_max(x):
-    for offset in (8, 4, 2, 1):
+    for offset in (16, 8, 4, 2):
         x = float_max(x, cuda.shfl_xor_sync(EVERY_LANE, x, offset))
     return x
 
 
 @cuda.jit(device=True, forceinline=True)
 def half_warp_sum(x):
-    for offset in (8, 4, 2, 1):
+    for offset in (16, 8, 4, 2):
         x = x + cuda.shfl_xor_sync(EVERY_LANE, x, offset)
     return x
 
@@ -246,7 +250,7 @@ def product_functions(stride, n_rows):
 def of_eight_rows(values, r):
     """The value that belongs to row r of the warp's 8. values: those of the 4 rows whose scores this lane has; lanes of
     the other half of the warp have the other 4 rows."""
-    return cuda.shfl_sync(EVERY_LANE, values[r % uint32(4)], uint32(r // uint32(4)) * uint32(16))
+    return cuda.shfl_sync(EVERY_LANE, values[r % uint32(4)], uint32(r // uint32(4)))
 
 
 @cuda.jit(device=True, forceinline=True)
@@ -300,7 +304,7 @@ def tiles_kernel(format, head_dim, gated, packed):
         position = uint32(start + row)  # of the warp's first row
         block_rows = uint32(uint32(uint32(first_unit + uint32(WARPS - 1)) // group + uint32(1)) * uint32(ROWS))
         last_key = uint32(start + uint32(min(block_rows, rows)) - uint32(1))  # that any row of the block sees
-        upper, key_lane = uint32(lane >> uint32(4)), uint32(lane & uint32(15))
+        upper, key_lane = uint32(lane & uint32(1)), uint32(lane >> uint32(1))
         own, row_lane = uint32(0), lane     # the first row of the warp whose output is the lane's; its place in a row
         if n_rows != ROWS:
             own, row_lane = uint32(upper * uint32(n_rows)), key_lane
@@ -327,10 +331,11 @@ def tiles_kernel(format, head_dim, gated, packed):
         own_p_at = p_at + uint64(uint32(upper * uint32(4 * 4 * PAGE) + uint32(16) * key_lane))
         p_at = p_at + uint64(uint32(own * uint32(4 * PAGE)))
         put_key = shared_address(tile) + uint64(
-            uint32(uint32(uint32(2) * warp + upper) * uint32(4 * KEY_STRIDE) + uint32(16) * key_lane))
-        put_value = v_at + uint64(uint32(warp * uint32(rows_at_once * 4 * q_stride)))
-        if rows_at_once == 2:
-            put_value = put_value + uint64(uint32(upper * uint32(4 * q_stride)))
+            uint32(uint32(uint32(2) * warp + uint32(lane >> uint32(4))) * uint32(4 * KEY_STRIDE)
+                   + uint32(16) * uint32(lane & uint32(15))))
+        put_value = shared_address(tile) + uint64(
+            uint32(uint32(uint32(warp * uint32(rows_at_once)) + uint32(lane // uint32(32 // rows_at_once)))
+                   * uint32(4 * q_stride) + uint32(16) * uint32(lane % uint32(32 // rows_at_once))))
         page = page_offset(block_table, max_pages, slot, uint32(0), kv_head, n_kv)
         load_keys(loaded, k_pages, page, uint32(0), last_key, lane, warp)
         for number in range(uint32(uint32(last_key // uint32(PAGE)) + uint32(1))):

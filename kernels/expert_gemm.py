@@ -30,7 +30,6 @@ memory: 4 (n_used + 3) bytes per value with the shared expert.
 """
 
 from functools import cache, partial
-from typing import NamedTuple
 
 import numpy as np
 from numba import cuda
@@ -43,7 +42,7 @@ from kernels.formats import BLOCK, FORMATS, as_words, on_card, product_reference
 from kernels.intrinsics import (array_at, load_floats4, load_shared, load_shared4, load_words4, shared_address,
                                 store_floats4)
 from kernels.operands import Experts, Matrix, Quantized
-from kernels.q8_gemm import (COLUMNS, THREADS, TILE_N, WARPS, X_ROWS, carried_row, carriers, device_functions,
+from kernels.q8_gemm import (COLUMNS, THREADS, TILE_N, WARPS, WORDS, carried_row, carriers, device_functions,
                              load_block, tile_functions)
 from kernels.q8_gemv import random_activations
 from kernels.records import Choice, Groups
@@ -53,6 +52,7 @@ WIDTH = 4 * THREADS  # values of a row that a block of `combine` takes
 
 
 HEIGHTS = 16, 32, 64  # rows of tiles, shared by the warps of a block
+LOW = 16,             # of which these have a kernel of their own
 
 
 def tile_rows(n_pairs, n_experts):
@@ -89,14 +89,8 @@ def source_row(order, position, n_used):
     return uint32(uint32(order[position]) // n_used) if n_used > uint32(0) else uint32(position)
 
 
-@cache
-def grouped(format, height):
-    """The kernel of a format for tiles of `height` rows."""
-    rows = height // WARPS
-    row_of, (multiply_tile, store_tile) = carried_row(rows), tile_functions(format, rows, skips=True)
-    begin, *_ = carriers(format)
-    blocks_per_sm = 3 if format.minima < 2 else 2  # for which an SM has registers
-
+def warp_rows(rows):
+    """rows_of_warp of warps with `rows` rows each."""
     @cuda.jit(device=True, forceinline=True)
     def rows_of_warp(tiles):
         """(first row, end) of the rows of y that a warp makes; there may be none. Which warp has the first rows differs
@@ -106,6 +100,16 @@ def grouped(format, height):
         block = uint32(uint32(cuda.blockIdx.y * cuda.gridDim.x) + cuda.blockIdx.x)
         warp = uint32(cuda.threadIdx.y + uint32(uint32(block * uint32(0x9E3779B1)) >> uint32(30)))
         return uint32(first + uint32(warp % uint32(WARPS)) * uint32(rows)), end
+
+    return rows_of_warp
+
+
+def high_kernel(format, rows):
+    """The kernel of a format for high tiles, of `rows` rows of each warp."""
+    rows_of_warp = warp_rows(rows)
+    row_of, (multiply_tile, store_tile) = carried_row(rows), tile_functions(format, rows, skips=True)
+    begin, *_ = carriers(format)
+    blocks_per_sm = 3 if format.minima < 2 else 2  # for which an SM has registers
 
     @cuda.jit(launch_bounds=(THREADS, blocks_per_sm))
     def expert_gemm_kernel(y, wq, wd, xq, xd, places, order, tiles, n_tiles, n, k, n_used, stride):
@@ -133,146 +137,134 @@ def grouped(format, height):
     return expert_gemm_kernel
 
 
-# ---- quantised, several blocks of k at once ----------------------------------------------------------------------
+# ---- quantised: low tiles ----------------------------------------------------------------------------------------
+# A block of threads brings DEPTH blocks of k of w and x to shared memory at once, so that a load takes up to 128
+# neighbouring bytes of a column. The next ones are on their way to registers while it multiplies. Shared memory, in
+# bytes; where a tile has `rows` rows of a warp:
+#
+#     w  [DEPTH][128 columns][32], then their scales [DEPTH][1 to 5][128 columns][4]; each block of k has PAD more
+#     x  [4 warps][rows][DEPTH][32], then [4 warps][DEPTH][2 or 3][16][4]: scales, scale * sum
+#
+# The padding, the order of columns in `first_column` and that of halves in `half_at` are for the banks: 8 neighbouring
+# threads that store, or read, 16 bytes each use all 32.
 
-W_BLOCK = TILE_N * BLOCK + 32       # bytes in shared memory from a block of k of w to the next
-
-
-class Stage(NamedTuple):
-    """How a block of threads brings w and x to shared memory."""
-    depth: int          # blocks of k at once: 2 or 4
-    doubled: bool       # two buffers, of which one is filled while the other is read; one barrier in place of two
-    unrolled: bool      # the blocks of a stage are written out
-    resident: int       # blocks of threads that an SM has registers for
+DEPTH = 4
+EACH = TILE_N // DEPTH          # columns of which a block of threads has DEPTH blocks of k when each thread has one
+PAD = 32
+W_BLOCK = TILE_N * BLOCK + PAD
 
 
 @cuda.jit(device=True, forceinline=True)
 def half_at(column, half):
-    """Where half of a block of w lies in shared memory. The halves of every other 4 columns have changed places: so 8
-    neighbouring lanes that each read a half of their own column use all banks."""
+    """Where half of a column's block lies. In every other 4 columns the halves have changed places."""
     swapped = uint32(half ^ uint32(uint32(column >> uint32(2)) & uint32(1)))
     return uint32(uint32(column << uint32(5)) + uint32(swapped << uint32(4)))
 
 
-def stage_carriers(format, depth):
-    """(begin, fetch, put_at) of a thread's units."""
+@cuda.jit(device=True, forceinline=True)
+def block_of(thread):
+    """Which of DEPTH blocks of k a thread carries, whole ones of w."""
+    return uint32(thread & uint32(DEPTH - 1))
+
+
+@cuda.jit(device=True, forceinline=True)
+def block_of_pair(thread):
+    """Which of them two neighbouring threads carry, that have a half each."""
+    return uint32(uint32(thread >> uint32(1)) & uint32(DEPTH - 1))
+
+
+@cuda.jit(device=True, forceinline=True)
+def first_column(thread):
+    """Of the columns that a thread carries a block of; the others are EACH, 2 EACH, ... further on."""
+    group = uint32(thread >> uint32(2))
+    turned = uint32(uint32(uint32(group & uint32(1)) << uint32(2)) | uint32(uint32(group >> uint32(1)) & uint32(3)))
+    return uint32(uint32(group & uint32(0xFFFFFFF8)) | turned)
+
+
+def deep_carriers(format):
+    """As `carriers` of kernels/q8_gemm.py, for DEPTH blocks of k: (begin, fetch, places).
+
+    start: uint32 [DEPTH, 3]; raw: uint32 [DEPTH, raw_words]. fetch takes blocks of k from number b on, and in place of
+    those past `last` the last one. places(thread): where the two times 16 bytes of raw[0] go in shared memory.
+    """
     starts, fetch_block = format.starts, format.fetch
-    bits, step, turn = (depth - 1).bit_length(), TILE_N // depth, (depth - 1).bit_length()
-
-    @cuda.jit(device=True, forceinline=True)
-    def column_of(thread):
-        """Of the thread's first unit. The lowest bits are turned: 8 neighbouring threads store to different banks."""
-        group = uint32(thread >> uint32(bits))
-        low = uint32(group & uint32(7))
-        turned = uint32(uint32(low << uint32(turn)) | uint32(low >> uint32(3 - turn))) & uint32(7)
-        return uint32(uint32(group & uint32(0xFFFFFFF8)) | turned)
-
-    @cuda.jit(device=True, forceinline=True)
-    def half_column(thread):
-        group = uint32(thread >> uint32(bits + 1))
-        if depth == 4:
-            return group
-        low = uint32(group & uint32(3))
-        turned = uint32(uint32(low << uint32(1)) | uint32(low >> uint32(1))) & uint32(3)
-        return uint32(uint32(group & uint32(0xFFFFFFFC)) | turned)
 
     @cuda.jit(device=True, forceinline=True)
     def begin(start, first, last, thread, blocks):
-        for j in range(depth):
-            q, d = starts(min(uint32(first + column_of(thread) + uint32(step * j)), last), blocks)
-            start[j, 0], start[j, 1], start[j, 2] = q, q, d
+        for j in range(DEPTH):
+            q_from, d_from = starts(min(uint32(first + first_column(thread) + uint32(EACH * j)), last), blocks)
+            start[j, 0], start[j, 1], start[j, 2] = q_from, q_from, d_from
 
     @cuda.jit(device=True, forceinline=True)
-    def fetch(raw, wq, wd, start, blocks, first, last, thread):
-        b = min(uint32(first + uint32(thread & uint32(depth - 1))), last)
-        for j in range(depth):
+    def fetch(raw, wq, wd, start, blocks, b, last, thread):
+        b = min(uint32(b + block_of(thread)), last)
+        for j in range(DEPTH):
             fetch_block(raw[j], wq, wd, start[j, 0], start[j, 2], blocks, b)
 
     @cuda.jit(device=True, forceinline=True)
     def places(thread):
-        """(first half, second half, scale) in the first buffer."""
-        column, block = column_of(thread), uint32(thread & uint32(depth - 1))
-        at = uint32(block * uint32(W_BLOCK))
+        column, at = first_column(thread), uint32(block_of(thread) * uint32(W_BLOCK))
         return uint32(at + half_at(column, uint32(0))), uint32(at + half_at(column, uint32(1)))
 
     @cuda.jit(device=True, forceinline=True)
     def begin_halves(start, first, last, thread, blocks):
+        begin(start, first, last, thread, blocks)
         half = uint32(uint32(thread & uint32(1)) << uint32(4))
-        for j in range(depth):
-            column = uint32(first + half_column(thread) + uint32(step * j))
-            one, _ = starts(min(column, last), blocks)
-            two, _ = starts(min(uint32(column + uint32(step // 2)), last), blocks)
-            _, d = starts(min(uint32(first + column_of(thread) + uint32(step * j)), last), blocks)
-            start[j, 0], start[j, 1], start[j, 2] = uint32(one + half), uint32(two + half), d
+        for j in range(DEPTH):
+            for i in range(2):
+                column = uint32(first + uint32(thread >> uint32(3)) + uint32(EACH * j + EACH // 2 * i))
+                q_from, _ = starts(min(column, last), blocks)
+                start[j, i] = uint32(q_from + half)
 
     @cuda.jit(device=True, forceinline=True)
-    def fetch_halves(raw, wq, wd, start, blocks, first, last, thread):
-        b = min(uint32(first + uint32(thread & uint32(depth - 1))), last)
-        at = uint32(min(uint32(first + uint32(uint32(thread >> uint32(1)) & uint32(depth - 1))), last) << uint32(5))
-        for j in range(depth):
+    def fetch_halves(raw, wq, wd, start, blocks, b, last, thread):
+        at = uint32(min(uint32(b + block_of_pair(thread)), last) << uint32(5))
+        b = min(uint32(b + block_of(thread)), last)
+        for j in range(DEPTH):
             to = raw[j]
             to[0], to[1], to[2], to[3] = load_words4(wq, uint32(start[j, 0] + at))
             to[4], to[5], to[6], to[7] = load_words4(wq, uint32(start[j, 1] + at))
             to[8] = uint32(wd[uint32(start[j, 2] + b)])
 
     @cuda.jit(device=True, forceinline=True)
-    def places_halves(thread):
-        block = uint32(uint32(thread >> uint32(1)) & uint32(depth - 1))
-        at = uint32(uint32(block * uint32(W_BLOCK)) + half_at(half_column(thread), uint32(thread & uint32(1))))
-        return at, uint32(at + uint32(BLOCK * step // 2))
+    def places_of_halves(thread):
+        at = uint32(uint32(block_of_pair(thread) * uint32(W_BLOCK))
+                    + half_at(uint32(thread >> uint32(3)), uint32(thread & uint32(1))))
+        return at, uint32(at + uint32(EACH // 2 * BLOCK))
 
-    return (column_of, begin_halves, fetch_halves, places_halves) if format.bits == 8 else \
-        (column_of, begin, fetch, places)
+    return (begin_halves, fetch_halves, places_of_halves) if format.bits == 8 else (begin, fetch, places)
 
 
-@cache
-def staged(format, height, stage):
-    """The kernel of a format for tiles of `height` rows and a Stage."""
-    depth, doubled, unrolled, resident = stage
-    rows = height // WARPS
-    column_of, begin, fetch, places = stage_carriers(format, depth)
+def low_kernel(format, rows):
+    """The kernel of a format for low tiles, of `rows` rows of each warp."""
+    begin, fetch, places = deep_carriers(format)
     put_column, put_x, load_x_scales, multiply_row = device_functions(format)
+    rows_of_warp, (_, store_tile) = warp_rows(rows), tile_functions(format, rows)
     per_row, n_scales, raw_words, load_book = 1 + format.minima, format.n_scales, format.raw_words, format.load_book
-    shift, at_once = depth.bit_length(), 16 // depth        # rows of x that a warp loads at once
-    x_parts, step = max(rows // at_once, 1), TILE_N // depth
-    wd_block = 4 * TILE_N * n_scales + 32
-    wd_start = depth * W_BLOCK
-    x_start, x_row_bytes = wd_start + depth * wd_block, depth * BLOCK
-    xd_block = 64 * max(per_row, 2)
-    xd_start = x_start + WARPS * rows * x_row_bytes
-    buffer = xd_start + WARPS * depth * xd_block
-    shared_words = (2 if doubled else 1) * buffer // 4
-    _, store_tile = tile_functions(format, rows, skips=True)
+    at_once = 32 // (2 * DEPTH)         # rows of x that a warp loads at once
+    x_parts = rows // at_once
+    wd_block, xd_block, x_row = 4 * TILE_N * n_scales + PAD, 64 * max(per_row, 2), DEPTH * BLOCK
+    wd_start = DEPTH * W_BLOCK
+    x_start = wd_start + DEPTH * wd_block
+    xd_start = x_start + WARPS * rows * x_row
+    shared_words = (xd_start + WARPS * DEPTH * xd_block) // 4
 
     @cuda.jit(device=True, forceinline=True)
-    def rows_of_warp(tiles):
-        _, first, end = read_tile(tiles)
-        block = uint32(uint32(cuda.blockIdx.y * cuda.gridDim.x) + cuda.blockIdx.x)
-        warp = uint32(cuda.threadIdx.y + uint32(uint32(block * uint32(0x9E3779B1)) >> uint32(30)))
-        return uint32(first + uint32(warp % uint32(WARPS)) * uint32(rows)), end
-
-    @cuda.jit(device=True, forceinline=True)
-    def fetch_rows(words, scales, xq, xd, x_from, first, last, lane):
-        b = min(uint32(first + uint32(uint32(lane >> uint32(1)) & uint32(depth - 1))), last)
+    def fetch_rows(words, scales, xq, xd, x_from, b, last, lane):
+        b = min(uint32(b + block_of_pair(lane)), last)
         for p in range(x_parts):
             to = words[p]
             to[0], to[1], to[2], to[3] = load_words4(xq, uint32(x_from[p] + uint32(b << uint32(5))))
             scales[p] = xd[uint32(uint32(x_from[p] >> uint32(5)) + b)]
 
     @cuda.jit(device=True, forceinline=True)
-    def put(raw, x_words, x_scale, to, other, wd_to, x_to, xd_to, book):
-        for j in range(depth):
-            put_column(raw[j], to + uint64(BLOCK * step * j), other + uint64(BLOCK * step * j),
-                       wd_to + uint64(4 * step * j), book)
-        for p in range(x_parts):
-            put_x(x_words[p], x_scale[p], x_to + uint64(at_once * x_row_bytes * p), xd_to + uint64(4 * at_once * p))
-
-    @cuda.jit(device=True, forceinline=True)
-    def multiply_block(acc, w_at, other_at, wd_at, x_at, xd_at):
-        w = cuda.local.array((COLUMNS, 8), uint32)
-        w_scales = cuda.local.array((n_scales, COLUMNS), uint32)
-        x_scales = cuda.local.array((2, per_row, 4), uint32)
-        x = cuda.local.array(8, uint32)
+    def multiply_block(acc, w_at, other_at, wd_at, x_at, xd_at, j):
+        """acc += block j of k. The addresses are those of block 0."""
+        w_at, other_at = w_at + uint64(uint32(j * uint32(W_BLOCK))), other_at + uint64(uint32(j * uint32(W_BLOCK)))
+        wd_at, xd_at = wd_at + uint64(uint32(j * uint32(wd_block))), xd_at + uint64(uint32(j * uint32(xd_block)))
+        x_at = x_at + uint64(uint32(j * uint32(BLOCK)))
+        w, w_scales = cuda.local.array((COLUMNS, WORDS), uint32), cuda.local.array((n_scales, COLUMNS), uint32)
+        x, x_scales = cuda.local.array(WORDS, uint32), cuda.local.array((2, per_row, 4), uint32)
         for c in range(COLUMNS):
             w[c, 0], w[c, 1], w[c, 2], w[c, 3] = load_shared4(w_at + uint64(32 * BLOCK * c))
             w[c, 4], w[c, 5], w[c, 6], w[c, 7] = load_shared4(other_at + uint64(32 * BLOCK * c))
@@ -281,95 +273,90 @@ def staged(format, height, stage):
                 w_scales[s, c] = load_shared(wd_at + uint64(4 * TILE_N * s + 128 * c))
         for r in range(rows):
             if r & 3 == 0:
-                load_x_scales(x_scales, r, xd_at - uint64(X_ROWS))
-            load_block(x, x_at + uint64(x_row_bytes * r))
+                load_x_scales(x_scales, r, xd_at)
+            load_block(x, x_at + uint64(x_row * r))
             multiply_row(acc, r, w, w_scales, x, x_scales)
 
-    @cuda.jit(launch_bounds=(THREADS, resident))
-    def expert_gemm_kernel(y, wq, wd, xq, xd, places_of, order, tiles, n_tiles, n, k, n_used, stride):
+    @cuda.jit(launch_bounds=(THREADS, 3))
+    def low_expert_gemm_kernel(y, wq, wd, xq, xd, addresses, order, tiles, n_tiles, n, k, n_used, stride):
         if uint32(cuda.blockIdx.y) >= uint32(n_tiles[0]):
             return
         expert, _, _ = read_tile(tiles)
         place = uint32(expert * uint32(2))
-        codes, scales = places_of[place], places_of[uint32(place + uint32(1))]
+        codes, scales = addresses[place], addresses[uint32(place + uint32(1))]
         if codes == uint64(0):
             return
-        row0, end = rows_of_warp(tiles)
-        works = row0 < end
+        wq, wd = array_at(codes, wq), array_at(scales, wd)
         lane, warp = uint32(cuda.threadIdx.x), uint32(cuda.threadIdx.y)
         thread = uint32(uint32(warp * uint32(32)) + lane)
         blocks = uint32(k >> uint32(5))
         last = uint32(blocks - uint32(1))
-        x_from, start = cuda.local.array(x_parts, uint32), cuda.local.array((depth, 3), uint32)
-        own_row = uint32(min(uint32(lane >> uint32(shift)), uint32(rows - 1)))
-        half, x_block = uint32(lane & uint32(1)), uint32(uint32(lane >> uint32(1)) & uint32(depth - 1))
-        for p in range(x_parts):
-            position = min(uint32(row0 + own_row + uint32(at_once * p)), uint32(end - uint32(1)))
-            x_from[p] = uint32(uint32(source_row(order, position, n_used) * k) + uint32(half << uint32(4)))
+        row0, end = rows_of_warp(tiles)
+        works = row0 < end
+
+        # What this thread carries from global to shared memory.
+        start, x_from = cuda.local.array((DEPTH, 3), uint32), cuda.local.array(x_parts, uint32)
+        raw, x_words = cuda.local.array((DEPTH, raw_words), uint32), cuda.local.array((x_parts, 4), uint32)
+        x_scales = cuda.local.array(x_parts, float32)
         begin(start, uint32(cuda.blockIdx.x * uint32(TILE_N)), uint32(n - uint32(1)), thread, blocks)
-        wq, wd = array_at(codes, wq), array_at(scales, wd)
-        raw, x_words = cuda.local.array((depth, raw_words), uint32), cuda.local.array((x_parts, 4), uint32)
-        x_scale = cuda.local.array(x_parts, float32)
+        row, half = uint32(lane // uint32(2 * DEPTH)), uint32(lane & uint32(1))
+        for p in range(x_parts):
+            position = min(uint32(row0 + row + uint32(at_once * p)), uint32(end - uint32(1)))
+            x_from[p] = uint32(uint32(source_row(order, position, n_used) * k) + uint32(half << uint32(4)))
+
+        # Addresses in shared memory: where the thread stores, and where it reads.
+        w_at = shared_address(cuda.shared.array(shared_words, uint32, alignment=16))
+        x_at = w_at + uint64(x_start) + uint64(uint32(warp * uint32(rows * x_row)))
+        xd_at = w_at + uint64(xd_start) + uint64(uint32(warp * uint32(DEPTH * xd_block)))
+        wd_at = w_at + uint64(wd_start)
+        w_place, other_place = places(thread)
+        w_to, other_to = w_at + uint64(w_place), w_at + uint64(other_place)
+        wd_to = wd_at + uint64(uint32(uint32(block_of(thread) * uint32(wd_block))
+                                      + uint32(first_column(thread) << uint32(2))))
+        x_to = x_at + uint64(uint32(uint32(row * uint32(x_row)) + uint32(block_of_pair(lane) << uint32(5))
+                                    + uint32(half << uint32(4))))
+        xd_to = xd_at + uint64(uint32(uint32(block_of_pair(lane) * uint32(xd_block)) + uint32(row << uint32(2))
+                                      + uint32(half << uint32(6))))
+        w_at, other_at = w_at + uint64(half_at(lane, uint32(0))), w_at + uint64(half_at(lane, uint32(1)))
+        wd_at = wd_at + uint64(uint32(lane << uint32(2)))
+
         acc = cuda.local.array((rows, COLUMNS), float32)
         for r in range(rows):
             for c in range(COLUMNS):
                 acc[r, c] = float32(0.0)
-
-        base = shared_address(cuda.shared.array(shared_words, uint32, alignment=16))
-        first_half, second_half = places(thread)
-        to, other = base + uint64(first_half), base + uint64(second_half)
-        wd_to = base + uint64(wd_start) + uint64(uint32(uint32(thread & uint32(depth - 1)) * uint32(wd_block))
-                                                 + uint32(column_of(thread) << uint32(2)))
-        x_at = base + uint64(x_start) + uint64(uint32(warp * uint32(rows * x_row_bytes)))
-        xd_at = base + uint64(xd_start) + uint64(uint32(warp * uint32(depth * xd_block)))
-        x_to = x_at + uint64(uint32(uint32(own_row * uint32(x_row_bytes)) + uint32(x_block << uint32(5))
-                                    + uint32(half << uint32(4))))
-        xd_to = xd_at + uint64(uint32(uint32(x_block * uint32(xd_block)) + uint32(own_row << uint32(2))
-                                      + uint32(half << uint32(6))))
-        w_at, other_at = base + uint64(half_at(lane, uint32(0))), base + uint64(half_at(lane, uint32(1)))
-        wd_at = base + uint64(wd_start) + uint64(uint32(lane << uint32(2)))
-        now, following = uint64(0), uint64(buffer if doubled else 0)
-
         fetch(raw, wq, wd, start, blocks, uint32(0), last, thread)
-        fetch_rows(x_words, x_scale, xq, xd, x_from, uint32(0), last, lane)
+        fetch_rows(x_words, x_scales, xq, xd, x_from, uint32(0), last, lane)
         book = load_book(thread, uint32(THREADS))
-        first = uint32(0)
-        if doubled:
-            put(raw, x_words, x_scale, to, other, wd_to, x_to, xd_to, book)
-            fetch(raw, wq, wd, start, blocks, uint32(depth), last, thread)
-            fetch_rows(x_words, x_scale, xq, xd, x_from, uint32(depth), last, lane)
+        block = uint32(0)
+        while block < blocks:
+            for j in range(DEPTH):
+                put_column(raw[j], w_to + uint64(EACH * BLOCK * j), other_to + uint64(EACH * BLOCK * j),
+                           wd_to + uint64(4 * EACH * j), book)
+            for p in range(x_parts):
+                put_x(x_words[p], x_scales[p], x_to + uint64(at_once * x_row * p), xd_to + uint64(4 * at_once * p))
             cuda.syncthreads()
-        while first < blocks:
-            put(raw, x_words, x_scale, to + following, other + following, wd_to + following, x_to + following,
-                xd_to + following, book)
-            if not doubled:
-                cuda.syncthreads()
-            ahead = uint32(first + uint32(2 * depth if doubled else depth))
-            fetch(raw, wq, wd, start, blocks, ahead, last, thread)
-            fetch_rows(x_words, x_scale, xq, xd, x_from, ahead, last, lane)
-            if works:
-                n_blocks = uint32(min(uint32(depth), uint32(blocks - first)))
-                if unrolled and n_blocks == uint32(depth):
-                    for j in range(depth):
-                        multiply_block(acc, w_at + now + uint64(W_BLOCK * j), other_at + now + uint64(W_BLOCK * j),
-                                       wd_at + now + uint64(wd_block * j), x_at + now + uint64(BLOCK * j),
-                                       xd_at + now + uint64(xd_block * j))
-                else:
-                    j = uint32(0)
-                    while j < n_blocks:
-                        w_more = now + uint64(uint32(j * uint32(W_BLOCK)))
-                        multiply_block(acc, w_at + w_more, other_at + w_more,
-                                       wd_at + now + uint64(uint32(j * uint32(wd_block))),
-                                       x_at + now + uint64(uint32(j * uint32(BLOCK))),
-                                       xd_at + now + uint64(uint32(j * uint32(xd_block))))
-                        j = uint32(j + uint32(1))
+            following = uint32(block + uint32(DEPTH))
+            fetch(raw, wq, wd, start, blocks, following, last, thread)
+            fetch_rows(x_words, x_scales, xq, xd, x_from, following, last, lane)
+            if works and following <= blocks:
+                for j in range(DEPTH):
+                    multiply_block(acc, w_at, other_at, wd_at, x_at, xd_at, uint32(j))
+            elif works:
+                for j in range(uint32(blocks - block)):
+                    multiply_block(acc, w_at, other_at, wd_at, x_at, xd_at, uint32(j))
             cuda.syncthreads()
-            now, following = following, now
-            first = uint32(first + uint32(depth))
-        row0, end = rows_of_warp(tiles)
+            block = following
+        row0, end = rows_of_warp(tiles)  # read once more: they would take registers
         store_tile(y, acc, row0, end, uint32(cuda.blockIdx.x * uint32(TILE_N)), n, stride, False)
 
-    return expert_gemm_kernel
+    return low_expert_gemm_kernel
+
+
+@cache
+def grouped(format, height):
+    """The kernel of a format for tiles of `height` rows."""
+    rows = height // WARPS
+    return low_kernel(format, rows) if height in LOW else high_kernel(format, rows)
 
 
 # ---- floats ------------------------------------------------------------------------------------------------------

@@ -223,12 +223,12 @@ def device_functions(format):
             store_shared(scale_to, float_as_word(scale))
 
     @cuda.jit(device=True, forceinline=True)
-    def load_x_scales(x_scales, r, x_at):
+    def load_x_scales(x_scales, r, xd_at):
         """Loads the scales of rows r .. r + 3 into x_scales[r / 4 % 2, 0], and scale * sum behind it; r is a
         multiple of 4."""
         for s in range(1 + minima):
             to = x_scales[(r >> 2) & 1, s]
-            to[0], to[1], to[2], to[3] = load_shared4(x_at + uint64(X_ROWS + 64 * s + 4 * r))
+            to[0], to[1], to[2], to[3] = load_shared4(xd_at + uint64(64 * s + 4 * r))
 
     @cuda.jit(device=True, forceinline=True)
     def multiply_row(acc, r, w, w_scales, x, x_scales):
@@ -297,7 +297,7 @@ def tile_functions(format, rows, skips=False):
         for r in range(first, last):
             load_block(x[(r + 1) & 1], x_at + uint64(BLOCK * (r + 1)))
             if r & 3 == 1 and r + 3 < rows:
-                load_x_scales(x_scales, r + 3, x_at)
+                load_x_scales(x_scales, r + 3, x_at + uint64(X_ROWS))
             multiply_row(acc, r, w, w_scales, x[r & 1], x_scales)
 
     @cuda.jit(device=True, forceinline=True)
@@ -352,7 +352,7 @@ def tile_functions(format, rows, skips=False):
         for c in range(COLUMNS):
             load_block(w[c], w_at + uint64(32 * PITCH * c))
         load_block(x[0], x_at)
-        load_x_scales(x_scales, 0, x_at)
+        load_x_scales(x_scales, 0, x_at + uint64(X_ROWS))
 
         # There is one barrier per block b. It stands amid the rows: block b + 1 is stored a few rows before it and read
         # after the last row, so no warp waits long. A warp may store x of block b + 2 while another still reads the
@@ -385,7 +385,7 @@ def tile_functions(format, rows, skips=False):
                         x[0, i] = x[1, i]
                 for c in range(COLUMNS):
                     load_block(w[c], w_at + w_next + uint64(32 * PITCH * c))
-                load_x_scales(x_scales, 0, x_at + x_next)
+                load_x_scales(x_scales, 0, x_at + x_next + uint64(X_ROWS))
             w_here, w_next, x_here = w_next, w_here, x_next
             x_next = x_next + uint64(x_buffer)
             if x_next == uint64(x_end):
