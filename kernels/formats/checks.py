@@ -6,7 +6,7 @@ import numpy as np
 
 from kernels.bench import Case
 from kernels.formats import FORMATS
-from kernels.formats.format import pack, pack_scales, random_raw, repack, scale_rows, split
+from kernels.formats.format import head_of, pack, pack_scales, random_raw, repack, scale_rows, split
 
 SHAPES = [(1, 1), (5, 3), (33, 2)]  # rows, blocks of the file in one
 
@@ -30,7 +30,7 @@ def check_repack(card, format, n, k):
     assert card.download(bad)[0] == 0
     if format.row_head:
         scale_rows(card, format, wd[:n], n, k, 0.3)
-        want_wd[:, :2] = np.array([0.3], np.float32).view(np.uint16)
+        want_wd[:, :2] = head_of(format, 0.3).reshape(1).view(np.uint16)
         got_wd = card.download(wd).view(np.uint16)
         np.testing.assert_array_equal(got_wd[:n], want_wd)
         assert (got_wd[n] == 65535).all(), "wrote past the end"

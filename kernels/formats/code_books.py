@@ -48,7 +48,7 @@ import numpy as np
 from numba import cuda
 from numba.types import float32, uint16, uint32, uint64
 
-from kernels.formats.codes import shifted
+from kernels.formats.codes import load_words_function, shifted
 from kernels.formats.format import BLOCK, Format, HalfScales, Random, Terms, byte_at, is_finite, word_at
 from kernels.intrinsics import (float_as_word, half_to_float, load_byte, load_shared, prmt, shared_address,
                                 store_shared4, table_words4)
@@ -363,17 +363,35 @@ def fours_function(entry_of, values):
     return weights
 
 
-def shifted_function(entry_of, values, bit, step):
-    """The same for eight of the digits `values`, moved up or, where bit bit + step * g of `shifts` is set, down."""
+def shifted_function(entry_of, values, bit):
+    """The same for eight of the digits `values`, all 32 moved up or, where this bit of `shifts` is set, down."""
     up, down = byte_words(8 * values + 1), byte_words(8 * values - 1)
 
     @cuda.jit(device=True, forceinline=True)
     def weights(w, raw, shifts, book):
+        of_three = uint32(down) if shifts & uint32(1 << bit) else uint32(up)
         for g in range(4):
             entry = entry_of(raw, g, book)
-            of_three = uint32(down) if shifts & uint32(1 << bit + step * g) else uint32(up)
             w[2 * g] = prmt(of_three, uint32(0), entry)
             w[2 * g + 1] = prmt(of_three, uint32(0), uint32(entry >> uint32(16)))
+
+    return weights
+
+
+def twelve_bits_function(values):
+    """The same, each group with its own shift, which is bit 11 of its code: the book has all entries for both shifts.
+    A nibble of raw[1] has the upper bits of a code. `held` of the book is the word of those that are moved up."""
+    down = byte_words(8 * values - 1)
+
+    @cuda.jit(device=True, forceinline=True)
+    def weights(w, raw, shifts, book):
+        address, up = uint64(uint32(book)), uint32(book >> uint64(32))
+        even, odd = raw[1] & uint32(0x0F0F), uint32(raw[1] >> uint32(4)) & uint32(0x0F0F)
+        for g in range(4):
+            code = prmt(raw[0], odd if g % 2 else even, uint32(0x7740 + 16 * (g // 2) + g))
+            entry = load_shared(address + uint64(uint32(code << uint32(2))))
+            w[2 * g] = prmt(up, uint32(down), entry)
+            w[2 * g + 1] = prmt(up, uint32(down), uint32(entry >> uint32(16)))
 
     return weights
 
@@ -402,9 +420,10 @@ def unpack_function(weights, marks_at, seven, scale, d_at, unit, halves):
     return unpack
 
 
-def load_function(words):
-    """load_book(thread, threads); see Format."""
-    n_words, four_words = len(words), table_words4(words)
+def load_function(words, held=0):
+    """load_book(thread, threads); see Format. The lower half of the book is an address in shared memory, the upper half
+    the word `held`, if there is one (see `load_words_function`)."""
+    n_words, four_words, load_held = len(words), table_words4(words), load_words_function(0, held)
 
     @cuda.jit(device=True, forceinline=True)
     def load_book(thread, threads):
@@ -415,7 +434,7 @@ def load_function(words):
             store_shared4(book + uint64(uint32(at << uint32(2))), w0, w1, w2, w3)
             at = uint32(at + uint32(threads << uint32(2)))
         cuda.syncthreads()
-        return book
+        return book | load_held(thread, threads) if held else book
 
     return load_book
 
@@ -513,23 +532,25 @@ UNITS = {"IQ3_S": 1.0, "IQ3_XXS": 0.25, "IQ2_S": 0.125, "IQ2_XS": 0.125, "IQ2_XX
 
 def code_book(name, number, file_bytes, planes, wd_words, *, parts, take, take_scales, marks, scale, upper=None,
               shift=None, halves=False, scales=HalfScales(0)):
-    """The Format of a type. shift: (bit, step) of the shifts in the word behind the planes; the other arguments are
-    explained above."""
-    book, unit = grid(name), UNITS[name]
+    """The Format of a type. shift: the bit of a shift in the word behind the planes; the other arguments are explained
+    above. Where there are shifts and no such bit, each code has its own (`twelve_bits_function`)."""
+    book, unit, held = grid(name), UNITS[name], 0
     words, values = book_words(book)
     plane_words, scale_words = sum(planes) // 4, 1 + (wd_words > 1) + (wd_words > 9)
-    entry_of = entry_function(upper)
+    entry_of, either = entry_function(upper), (8 * book - 1, 8 * book + 1) if marks == SHIFTS else (book, -book)
     if shift:
-        weights, either = shifted_function(entry_of, values, *shift), (8 * book - 1, 8 * book + 1)
+        weights = shifted_function(entry_of, values, shift)
+    elif marks == SHIFTS:
+        weights, held = twelve_bits_function(values), byte_words(8 * values + 1)
+        words = np.concatenate([words, words | np.uint32(0x44444444)])
     else:
         weights = (fours_function if book.shape[1] == 4 else eights_function)(entry_of, values)
-        either = book, -book
-    marks_at, d_at = plane_words - (shift is None), plane_words + scale_words - 1
+    marks_at, d_at = plane_words - (marks != SHIFTS), plane_words + scale_words - 1
     return Format(
         name, number, 8 * BLOCK, file_bytes, planes, wd_words, split_function(parts, HEADERS[name], marks),
         terms_function(parts, book, unit, halves), take, take_scales, fetch_scales_function(wd_words),
         unpack_function(weights, marks_at, marks == SEVEN, scale, d_at, unit, halves), np.concatenate(either).ravel(),
-        scale_words=scale_words, halves=halves, scales=scales, load_book=load_function(words),
+        scale_words=scale_words, halves=halves, scales=scales, load_book=load_function(words, held),
         book_bytes=words.nbytes,
         random=Random(wd_words - 1, mask=0xFFFF, mean=(scale.mask + 1) * unit))
 
@@ -547,8 +568,7 @@ CODE_BOOKS = (
               scale=Scale(1, 28, 15)),
     code_book("IQ1_S", 19, 50, (4,), 9, parts=parts_iq1_s, take=take_function(1, 4, 0, SHIFTS),
               take_scales=take_scales_iq1_s, marks=SHIFTS, scale=Scale(1, 12, 7), upper=Upper(1, 0, 3, 7),
-              shift=(15, 0)),
+              shift=15),
     code_book("IQ1_M", 29, 56, (4,), 13, parts=parts_iq1_m, take=take_function(0, 4, 0, SHIFTS),
-              take_scales=take_scales_iq1_m, marks=SHIFTS, scale=Scale(2, 0, 15), upper=Upper(1, 0, 4, 7), shift=(3, 4),
-              halves=True, scales=SpreadScale()),
+              take_scales=take_scales_iq1_m, marks=SHIFTS, scale=Scale(2, 0, 15), halves=True, scales=SpreadScale()),
 )

@@ -16,9 +16,9 @@ from functools import cache
 
 import numpy as np
 from numba import cuda
-from numba.types import uint32
+from numba.types import uint32, uint64
 
-from kernels.intrinsics import prmt
+from kernels.intrinsics import prmt, table_words4
 
 
 def nibbles(data):
@@ -57,6 +57,11 @@ def in_order(codes):
     """Codes uint8 of 4 bits, blocks of 32 -> uint8 [n_blocks, 16], in order."""
     codes = np.ascontiguousarray(codes).reshape(-1, 32)
     return codes[:, 0::2] | codes[:, 1::2] << 4
+
+
+def exchanged(codes):
+    """Codes of 4 bits, uint8, with their upper two bits in the other order."""
+    return codes & 3 | (codes & 4) << 1 | (codes & 8) >> 1
 
 
 def _in_narrow_planes(codes, bits):
@@ -124,6 +129,15 @@ def gather_in_order(words, low, high):
         words[i] = eight_nibbles(low, i)
 
 
+@cuda.jit(device=True, forceinline=True)
+def gather_exchanged(words, low, high):
+    gather_in_order(words, low, high)
+    for i in range(4):
+        upper = uint32(words[i] << uint32(1)) & uint32(0x88888888)
+        lower = uint32(words[i] >> uint32(1)) & uint32(0x44444444)
+        words[i] = uint32(uint32(words[i] & uint32(0x33333333)) | uint32(upper | lower))
+
+
 def take_codes_of(bits, take_codes):
     """The `take` of a Format (kernels/formats/format.py) from take_codes(low, high, raw, at, j)."""
     return _take(gather_function(bits), take_codes)
@@ -132,6 +146,11 @@ def take_codes_of(bits, take_codes):
 def take_in_order(take_codes):
     """The same for codes of 4 bits in order."""
     return _take(gather_in_order, take_codes)
+
+
+def take_exchanged(take_codes):
+    """The same for codes of 4 bits in order, `exchanged`."""
+    return _take(gather_exchanged, take_codes)
 
 
 def _take(gather, take_codes):
@@ -180,85 +199,74 @@ def spread_function(bits, place):
     return spread_bytes if bits == 8 else spread_halves
 
 
-@cache
-def lookup_function(table):
-    """lookup(w, raw): q of codes of 4 bits, from a table of 16 int8.
+# A table of 16 int8, asked by nibbles. One prmt looks up four bytes among 8 by three bits of a nibble each. Where the
+# fourth bit of a nibble is set, it gives the sign of the byte instead, eight times. So two prmt are asked, one by the
+# codes and one by the codes with their fourth bits flipped: of the two bytes, one is of the table, the other one is
+# 0x00 or 0xFF, as the tables are made. An operation more brings both together. 9 integer instructions for 8 codes.
+#
+# Two of the four words of a table are in registers, as `book`: an instruction holds only one constant, and the
+# assembler would move the other one into a register for each prmt anew.
 
-    `of_word` looks up the 8 codes of a word: those in the lower halves of its bytes, and those in the upper halves. One
-    prmt looks up four bytes among 8 by three bits each (a fourth bit would replicate a sign). So both halves of the
-    table are asked by the lower three bits of a code, and the highest bit of the code chooses between the answers. 13
-    integer instructions, where shifts and masks take 3."""
-    t0, t1, t2, t3 = (int(word) for word in np.array(table, np.int8).view(np.uint32))
-
-    @cuda.jit(device=True, forceinline=True)
-    def four(indices, choice):
-        """Of the four codes in 16 bits of `indices`, each without its highest bit."""
-        lower = prmt(uint32(t0), uint32(t1), indices)
-        upper = prmt(uint32(t2), uint32(t3), indices)
-        return prmt(lower, upper, choice)
+def load_words_function(first, second):
+    """The load_book of a Format (kernels/formats/format.py) whose book is two words, in registers of every lane. The
+    assembler knows no word that was loaded, and keeps it."""
+    words_of = table_words4(np.tile(np.array([first, second, 0, 0], np.uint32), 32))
 
     @cuda.jit(device=True, forceinline=True)
-    def of_word(word):
-        indices = uint32(word & uint32(0x77777777))
-        choice = uint32(uint32(uint32(word >> uint32(1)) & uint32(0x44444444)) | uint32(0x32103210))
-        first = four(indices, choice)
-        second = four(uint32(indices >> uint32(16)), uint32(choice >> uint32(16)))
-        return prmt(first, second, uint32(0x6420)), prmt(first, second, uint32(0x7531))
+    def load_words(thread, threads):
+        w0, w1, _, _ = words_of(uint32(uint32(thread & uint32(31)) << uint32(2)))
+        return uint64(uint64(w0) | uint64(uint64(w1) << uint64(32)))
+
+    return load_words
+
+
+def lookup_function(tables, join):
+    """(lookup(w, raw, book), load_book). tables: for codes, and for flipped ones, uint32 [2] each. join(a, b): the word
+    of four weights from the bytes of both."""
+    (a0, a1), (b0, b1) = ([int(word) for word in table] for table in tables)
 
     @cuda.jit(device=True, forceinline=True)
-    def lookup(w, raw):
-        for i in range(4):
-            w[i], w[4 + i] = of_word(raw[i])
-
-    return lookup
-
-
-@cache
-def lookup_in_order(table):
-    """lookup(w, raw): as `lookup_function`, of codes in order. 11 integer instructions for 8 codes."""
-    t0, t1, t2, t3 = (int(word) for word in np.array(table, np.int8).view(np.uint32))
+    def four(codes, flipped, book):
+        a = prmt(uint32(book), uint32(a1), codes)
+        return join(a, prmt(uint32(book >> uint64(32)), uint32(b1), flipped))
 
     @cuda.jit(device=True, forceinline=True)
-    def four(indices, choice):
-        return prmt(prmt(uint32(t0), uint32(t1), indices), prmt(uint32(t2), uint32(t3), indices), choice)
-
-    @cuda.jit(device=True, forceinline=True)
-    def lookup(w, raw):
-        for i in range(4):
-            indices = uint32(raw[i] & uint32(0x77777777))
-            choice = uint32(uint32(uint32(raw[i] >> uint32(1)) & uint32(0x44444444)) | uint32(0x32103210))
-            w[2 * i] = four(indices, choice)
-            w[2 * i + 1] = four(uint32(indices >> uint32(16)), uint32(choice >> uint32(16)))
-
-    return lookup
-
-
-@cache
-def lookup_signs(table):
-    """lookup(w, raw): the same for a table whose second half is the negated first one, with numbers below 64. 9 integer
-    instructions for 8 codes.
-
-    Where a selector's fourth bit is set, prmt gives the sign of the byte. All bytes asked here are positive, so it is
-    0: `positive` has twice the numbers of the first half, and `negative` the lower 7 bits of the negated ones. Moved up
-    by a bit, these are twice the negated numbers. So w is twice as large as the table says."""
-    first = np.array(table[:8], np.int64)
-    assert (np.array(table[8:]) == -first).all() and first.min() >= 0 and first.max() < 64
-    p0, p1 = (int(word) for word in (2 * first).astype(np.uint8).view(np.uint32))
-    n0, n1 = (int(word) for word in (-first & 127).astype(np.uint8).view(np.uint32))
-
-    @cuda.jit(device=True, forceinline=True)
-    def four(codes, flipped):
-        negative = prmt(uint32(n0), uint32(n1), flipped)
-        return uint32(uint32(negative << uint32(1)) + prmt(uint32(p0), uint32(p1), codes))
-
-    @cuda.jit(device=True, forceinline=True)
-    def lookup(w, raw):
+    def lookup(w, raw, book):
         for i in range(4):
             flipped = uint32(raw[i] ^ uint32(0x88888888))
-            w[2 * i] = four(raw[i], flipped)
-            w[2 * i + 1] = four(uint32(raw[i] >> uint32(16)), uint32(flipped >> uint32(16)))
+            w[2 * i] = four(raw[i], flipped, book)
+            w[2 * i + 1] = four(uint32(raw[i] >> uint32(16)), uint32(flipped >> uint32(16)), book)
 
-    return lookup
+    return lookup, load_words_function(a0, b0)
+
+
+def lookup_signs(table):
+    """`lookup_function` for a table whose second half is the negated first one, with numbers below 64. w is twice as
+    large as the table says: all bytes asked are positive, so the other one of two is 0. Those of the first table are
+    twice the numbers, those of the second one the lower 7 bits of the negated ones. Moved up by a bit, these are twice
+    the negated numbers."""
+    first = np.array(table[:8], np.int64)
+    assert (np.array(table[8:]) == -first).all() and first.min() >= 0 and first.max() < 64
+
+    @cuda.jit(device=True, forceinline=True)
+    def join(positive, negative):
+        return uint32(uint32(negative << uint32(1)) + positive)
+
+    tables = [np.array(numbers, np.uint8).view(np.uint32) for numbers in (2 * first, -first & 127)]
+    return lookup_function(tables, join)
+
+
+def lookup_pairs(table):
+    """`lookup_function` for any table whose numbers n and n + 8 have the same sign. Where it is +, the other one of two
+    bytes is 0. Where it is -, the other one is 0xFF, and the lower 7 bits of a byte of the tables are flipped."""
+    numbers = np.array(table, np.int8).view(np.uint8).reshape(2, 8)
+    assert (numbers[0] >> 7 == numbers[1] >> 7).all()
+
+    @cuda.jit(device=True, forceinline=True)
+    def join(first, second):
+        return uint32(first ^ uint32(second & uint32(0x7F7F7F7F)))
+
+    return lookup_function((numbers ^ (numbers >> 7) * np.uint8(127)).view(np.uint32), join)
 
 
 @cuda.jit(device=True, forceinline=True)

@@ -192,7 +192,7 @@ class Format:
     scales: object = HalfScales(0)
     random: Random = Random()
     wd_type: type = np.uint16
-    row_head: tuple[int, ...] = ()  # uint16 in front of a row's headers: a float32 factor of the row, here 1
+    row_head: tuple[int, ...] = ()  # uint16 in front of a row's headers: a float32 for a row whose factor is 1
     in_order: bool = False  # codes of 4 bits lie in order in their plane (kernels/formats/codes.py)
     table: bool = False  # `unpack` holds a table in registers
     load_book: Callable = no_book
@@ -408,9 +408,13 @@ def write_factors(wd, n, d_row, factor):
 def scale_rows(card, format, wd, n, k, factor):
     """Makes a float32 `factor` that of all rows of a matrix [n, k], which has been repacked. format: one with a
     row_head."""
-    assert len(format.row_head) == 2
     card.launch(write_factors, -(-n // THREADS), THREADS, as_words(wd), n, format.d_row(k),
-                int(np.float32(factor).view(np.uint32)))
+                int(head_of(format, factor).view(np.uint32)))
+
+
+def head_of(format, factor):
+    """What stands in front of a row with this factor: float32, `factor` times the row_head of a format."""
+    return np.float32(factor) * np.array(format.row_head, np.uint16).view(np.float32)[0]
 
 
 def on_card(card, format, raw, n, k):

@@ -276,7 +276,8 @@ def unpack_q2_k(w, scales, raw, book):
 
 @cuda.jit(device=True, forceinline=True)
 def four_multiples(byte, even, odd):
-    """byte times four integers from 0 to 4, each modulo 256: those of bytes 0 and 2 in `even`, of 1 and 3 in `odd`."""
+    """byte, at most 256, times four integers from 0 to 4, each modulo 256: those of bytes 0 and 2 in `even`, of 1 and 3
+    in `odd`."""
     return prmt(uint32(byte * uint32(even)), uint32(byte * uint32(odd)), uint32(0x6240))
 
 
@@ -286,7 +287,7 @@ def unpack_q3_k(w, scales, raw, book):
     scales[0] = float_as_word(half_to_float(uint16(raw[4])) * float32(-1.0))
     for h in range(2):
         s = uint32(raw[3] >> uint32(8 * h)) & uint32(255)
-        minus = uint32(uint32(256) - s) & uint32(255)
+        minus = uint32(uint32(256) - s)
         lookup_octals(w, raw, h, four_multiples(s, 0x00020004, 0x00010003),
                       four_multiples(minus, 0x00020000, 0x00030001))
 

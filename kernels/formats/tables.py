@@ -15,17 +15,19 @@ from numba import cuda
 from numba.cuda.libdevice import fmul_rn
 from numba.types import float32, int32, uint16, uint32
 
-from kernels.formats.codes import (in_order, lookup_function, lookup_in_order,
-                                   lookup_signs, nibbles, planes_of, take_codes_of,
+from kernels.formats.codes import (exchanged, in_order, lookup_pairs, lookup_signs, nibbles, planes_of, take_exchanged,
                                    take_in_order)
 from kernels.formats.format import Format, Random, Terms, byte_at, is_finite, word_at
-from kernels.formats.legacy import (fetch_scale, halves_at, no_minima, split_function, take_halves, take_scale,
-                                    terms_function, unpack_scaled)
+from kernels.formats.legacy import fetch_scale, halves_at, no_minima, take_halves, take_scale, terms_function
 from kernels.intrinsics import float_as_word, half_to_float, load_word, word_as_float
 
 IQ4_VALUES = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.int8)
 FP4_VALUES = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.int8)
 PLANES = planes_of(4)
+
+# On a card, codes of IQ4 are exchanged, so that codes n and n + 8 have values of the same sign.
+IQ4_ON_CARD = IQ4_VALUES[exchanged(np.arange(16))]
+LOOK_UP_IQ4, LOAD_IQ4 = lookup_pairs(IQ4_ON_CARD)
 
 
 # ---- IQ4_NL --------------------------------------------------------------------------------------------------------
@@ -34,15 +36,25 @@ def codes_iq4_nl(blocks):
     return nibbles(blocks[:, 2:]).reshape(-1, 32)
 
 
+def split_iq4_nl(blocks):
+    return in_order(exchanged(codes_iq4_nl(blocks))), blocks[:, :2].copy().view(np.uint16)
+
+
 @cuda.jit(device=True, forceinline=True)
 def take_iq4_nl(low, high, raw, at, j):
     take_halves(low, raw, uint32(at + uint32(1)), 0)
 
 
+@cuda.jit(device=True, forceinline=True)
+def unpack_iq4_nl(w, scales, raw, book):
+    LOOK_UP_IQ4(w, raw, book)
+    scales[0] = float_as_word(half_to_float(uint16(raw[4])))
+
+
 IQ4_NL = Format(
-    "IQ4_NL", 20, 32, 18, PLANES, 1, split_function(codes_iq4_nl, 4), terms_function(codes_iq4_nl, IQ4_VALUES),
-    take_codes_of(4, take_iq4_nl), take_scale, fetch_scale, unpack_scaled(lookup_function(tuple(IQ4_VALUES)), 4),
-    IQ4_VALUES, wd_type=np.float16, table=True)
+    "IQ4_NL", 20, 32, 18, PLANES, 1, split_iq4_nl, terms_function(codes_iq4_nl, IQ4_VALUES),
+    take_exchanged(take_iq4_nl), take_scale, fetch_scale, unpack_iq4_nl, IQ4_ON_CARD, wd_type=np.float16, in_order=True,
+    table=True, load_book=LOAD_IQ4)
 
 
 # ---- IQ4_XS: d, upper 2 bits of eight s (2 bytes), lower 4 bits of them (4 bytes), codes ---------------------------
@@ -60,7 +72,7 @@ def scales_iq4_xs(blocks):
 
 def split_iq4_xs(blocks):
     header = np.concatenate([scales_iq4_xs(blocks).view(np.uint8), blocks[:, :2]], axis=1)
-    return in_order(codes_iq4_xs(blocks)), header.view(np.uint16)
+    return in_order(exchanged(codes_iq4_xs(blocks))), header.view(np.uint16)
 
 
 def terms_iq4_xs(blocks):
@@ -102,19 +114,16 @@ def fetch_scales_iq4_xs(raw, at, wd, d_from, b):
     raw[at + 1] = uint32(wd[uint32(header + uint32(4))])
 
 
-LOOK_UP_IQ4 = lookup_in_order(tuple(IQ4_VALUES))
-
-
 @cuda.jit(device=True, forceinline=True)
 def unpack_iq4_xs(w, scales, raw, book):
-    LOOK_UP_IQ4(w, raw)
+    LOOK_UP_IQ4(w, raw, book)
     scale = float32(int32(raw[4]) >> int32(24))
     scales[0] = float_as_word(half_to_float(uint16(raw[5])) * scale)
 
 
 IQ4_XS = Format(
-    "IQ4_XS", 23, 256, 136, PLANES, 5, split_iq4_xs, terms_iq4_xs, take_in_order(take_iq4_xs), take_scales_iq4_xs,
-    fetch_scales_iq4_xs, unpack_iq4_xs, IQ4_VALUES, scale_words=2, in_order=True, table=True,
+    "IQ4_XS", 23, 256, 136, PLANES, 5, split_iq4_xs, terms_iq4_xs, take_exchanged(take_iq4_xs), take_scales_iq4_xs,
+    fetch_scales_iq4_xs, unpack_iq4_xs, IQ4_ON_CARD, scale_words=2, in_order=True, table=True, load_book=LOAD_IQ4,
     random=Random(4, 0x1010, 0x0F0F, 1, 23.5))
 
 
@@ -175,27 +184,28 @@ def take_exponent(wd, raw, at, j, to, b):
     return e != uint32(255)
 
 
-LOOK_UP_FP4 = lookup_signs(tuple(FP4_VALUES))  # w is twice as large; scales take the factor back exactly
+LOOK_UP_FP4, LOAD_FP4 = lookup_signs(FP4_VALUES)  # w is twice as large; scales take the factor back exactly
 
 
 @cuda.jit(device=True, forceinline=True)
 def unpack_mxfp4(w, scales, raw, book):
-    LOOK_UP_FP4(w, raw)
+    LOOK_UP_FP4(w, raw, book)
     scales[0] = float_as_word(word_as_float(uint32(raw[4] << uint32(16))) * float32(0.5))
 
 
 MXFP4 = Format(
     "MXFP4", 39, 32, 17, PLANES, 1, split_mxfp4, terms_mxfp4, take_in_order(take_mxfp4), take_exponent, fetch_scale,
-    unpack_mxfp4, FP4_VALUES, scales=Exponents(), in_order=True, table=True)
+    unpack_mxfp4, FP4_VALUES, scales=Exponents(), in_order=True, table=True, load_book=LOAD_FP4)
 
 
 # ---- NVFP4: four scales, then codes: 8 bytes for each 16 weights ---------------------------------------------------
 #
 # A file may have a float32 factor of a whole matrix, in a tensor of its own: w . x is the factor times what the blocks
 # say (build_lora_mm of llama.cpp's src/llama-graph.cpp). On a card each row has its factor in front, so that matrices
-# with different factors can lie in one. It multiplies the scale of 16 weights, rounded to float32; 1 changes none.
+# with different factors can lie in one. It multiplies the scale of 16 weights, rounded to float32; 1 changes none. On
+# a card it is 64 times as large, so that a kernel need not multiply the float of 4 + 3 bits itself.
 
-ROW_HEAD = 0x0000, 0x3F80       # 1 as float32
+ROW_HEAD = 0x0000, 0x4280       # 64 as float32
 
 
 class MiniFloats:
@@ -266,19 +276,20 @@ def fetch_mini_floats(raw, at, wd, d_from, b):
 
 
 @cuda.jit(device=True, forceinline=True)
-def half_mini_float(byte):
-    return half_to_float(uint16(uint32(byte & uint32(127)) << uint32(7))) * float32(64.0)
+def small_mini_float(byte):
+    """1 / 128 of a scale. w is twice as large as the table says, so 64 times this is what w is multiplied by."""
+    return half_to_float(uint16(uint32(byte & uint32(127)) << uint32(7)))
 
 
 @cuda.jit(device=True, forceinline=True)
 def unpack_nvfp4(w, scales, raw, book):
-    LOOK_UP_FP4(w, raw)
+    LOOK_UP_FP4(w, raw, book)
     factor = word_as_float(raw[5])
-    scales[0] = float_as_word(fmul_rn(half_mini_float(raw[4]), factor))
-    scales[1] = float_as_word(fmul_rn(half_mini_float(uint32(raw[4] >> uint32(8))), factor))
+    scales[0] = float_as_word(fmul_rn(small_mini_float(raw[4]), factor))
+    scales[1] = float_as_word(fmul_rn(small_mini_float(uint32(raw[4] >> uint32(8))), factor))
 
 
 NVFP4 = Format(
     "NVFP4", 40, 64, 36, PLANES, 2, split_nvfp4, terms_nvfp4, take_in_order(take_nvfp4), take_mini_floats,
     fetch_mini_floats, unpack_nvfp4, FP4_VALUES, scale_words=2, float_scales=2, scales=MiniFloats(),
-    in_order=True, table=True, row_head=ROW_HEAD)
+    in_order=True, table=True, load_book=LOAD_FP4, row_head=ROW_HEAD)
