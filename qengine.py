@@ -977,8 +977,8 @@ class Stage:
         self.worker, self.card, self.config, self.layers, self.n_slots = worker, card, config, layers, demand.slots
         free, self.step_rows = card.free_bytes, 1 if config.pooling else step_rows(demand.slots, demand.drafts)
         blocks = range(layers.start, layers.stop + config.n_nextn * (demand.drafts > 0 and not self.hands_on))
-        with weights.loading(card) as loader, expert_store.loading(weights, loader, config, blocks,
-                                                                   demand.expert_memory, self.step_rows) as self.store:
+        with weights.loading(card) as loader, expert_store.loading(weights, loader, config, blocks, demand,
+                                                                   self.step_rows) as self.store:
             self.model = Model(loader, config, layers, progress, drafts=demand.drafts > 0)
         self.weight_bytes = free - card.free_bytes
         work, self.layer_works = self.model.work(), [layer.work(config) for layer in self.model.layers]
@@ -2349,7 +2349,7 @@ def load(model: str | Path | OpenModel = DEFAULT_MODEL, card: str | Card | list[
 def load_stages(opened: OpenModel, planner: Planner, progress: bool) -> list[Stage]:
     """The stages as planned, with their weights on the cards. All cards are filled at the same time. If one fails, the
     others stop at their next layer."""
-    plan, demand, failures = planner.plan, planner.demand, []
+    plan, demand, failures = planner.plan, planner.plan.demand, []
     workers = [Worker(card) for card in planner.cards]
 
     def load_stage(worker, layers):

@@ -172,18 +172,39 @@ def slot_bytes(loader: Loader, layers: range) -> int:
 
 
 @contextlib.contextmanager
-def loading(weights, loader: Loader, config, layers: range, memory: int | None, most_rows: int):
-    """Inside, `loader` loads the layers. Yields the ExpertStore of their experts if these take more than `memory` bytes
-    of the card; None if they do not, or if that is None. layers: also a draft block. most_rows: of a decode step."""
-    each = slot_bytes(loader, layers)
+def loading(weights, loader: Loader, config, layers: range, demand: plan.Demand, most_rows: int):
+    """Inside, `loader` loads the layers. Yields the ExpertStore of their experts if these take more of the card than
+    demand.expert_memory; None if they do not, or if that is None. layers: also a draft block. most_rows: of a decode
+    step."""
+    each, memory = slot_bytes(loader, layers), demand.expert_memory
     if memory is None or each * config.n_experts <= memory:
         yield None
         return
-    of_model = slot_bytes(loader, range(config.n_layers + config.n_nextn))
-    window = plan.window_bytes(each / of_model) if plan.exceeds_machine(of_model * config.n_experts) else None
+    window, blocks = None, range(config.n_layers + config.n_nextn)
+    if plan.exceeds_machine(slot_bytes(loader, blocks) * config.n_experts):
+        needs = [window_need(loader, config, of_card, memory, most_rows) for of_card in ranges_of(config, demand)]
+        share = window_need(loader, config, layers, memory, most_rows) / sum(needs)
+        window = plan.window_bytes(share, demand.host_memory)
     store = ExpertStore(loader.card, memory // each, config.n_used_experts, most_rows, window_bytes=window)
     with store.loading(weights, loader):
         yield store
+
+
+def ranges_of(config, demand: plan.Demand) -> list[range]:
+    """The layers of each card, the draft block too, whose number follows that of the last layer."""
+    ends = list(itertools.accumulate(demand.split))
+    ranges = [range(end - n, end) for n, end in zip(demand.split, ends)]
+    return [*ranges[:-1], range(ranges[-1].start, ends[-1] + config.n_nextn * (demand.drafts > 0))]
+
+
+def window_need(loader: Loader, config, layers: range, memory: int, most_rows: int) -> int:
+    """Bytes of experts in these layers that a card lacks which has `memory` for them, or what a step needs of the
+    largest layer, if that is more. 0: it lacks none. Cards share the host memory in these proportions."""
+    each = slot_bytes(loader, layers)
+    lacking = config.n_experts - memory // max(each, 1)
+    fewest = fewest_in_window(config.n_experts, config.n_used_experts, most_rows)
+    largest = max(slot_bytes(loader, range(layer, layer + 1)) for layer in layers)
+    return max(lacking * each, fewest * largest) if lacking > 0 else 0
 
 
 class Counts(NamedTuple):
@@ -518,16 +539,25 @@ class ExpertStore:
         """Takes host memory for the experts that were needed last."""
         n_slots = min(self.window_bytes // self.slot_bytes, self.resident.slot_of.size)
         if n_slots < self.fewest:
-            raise CardError(self.too_small())
+            raise CardError(self.problem())
         memory, why = page_locked(self.card, n_slots * self.slot_bytes)
         self.host.refusal += (f", {n_slots} of {self.resident.slot_of.size} in a window of {show_bytes(memory.nbytes)} "
                               "of host memory" + f", which is not page-locked: {why}" * bool(why))
         layers = [[each.in_file for each in layer.matrices] for layer in self.layers.values()]
         self.window = Window(self.file, memory.reshape(n_slots, self.slot_bytes), layers, self.resident, self.fewest)
 
-    def too_small(self) -> str:
-        """What is wrong if the window has too few slots for a step; "" if it has enough."""
-        if not self.in_file or self.window_bytes >= self.fewest * self.slot_bytes:
+    def problem(self) -> str:
+        """Why experts cannot lie in a file; "" if they can, or need not."""
+        if not self.in_file:
+            return ""
+        if floats := sorted({each.host.home.format for each in self._matrices() if not each.host.is_quantized}):
+            return (f"its experts are more than this machine's memory holds, so they would lie in a file and this "
+                    f"machine's processor would compute with them; it cannot with {' and '.join(floats)}, only with "
+                    "quantised experts: take a weight format like Q8_0, or more cards")
+        if self.most_rows > MAX_ROWS:
+            return (f"experts lie in a file, and a step of {self.most_rows} rows is more than the {MAX_ROWS} that this "
+                    "machine's processor takes: take fewer --slots")
+        if self.window_bytes >= self.fewest * self.slot_bytes:
             return ""
         return (f"experts lie in a file, and a step of {self.most_rows} rows needs {self.fewest} of a layer in "
                 f"{show_bytes(self.fewest * self.slot_bytes)} of host memory, of which {show_bytes(self.window_bytes)} "

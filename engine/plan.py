@@ -15,13 +15,12 @@ import dataclasses
 import functools
 import itertools
 import math
-import os
-import re
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
+from engine.host_memory import free_memory, machine_bytes
 from engine.prefix import PAGE_TOKENS, pages_for
 from engine.request import RequestError
 from engine.speculate import LARGEST_CHECK, MOST_DRAFTS
@@ -390,28 +389,15 @@ HOST_MEMORY_SHARE = 0.9         # of the machine's memory, for experts at most
 WINDOW_SHARE = 2 / 3            # of its free memory, for those experts of a file that were needed last
 
 
-def machine_bytes() -> int:
-    """Memory of this machine."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
 def exceeds_machine(n_bytes: int) -> bool:
     """Whether experts of so many bytes are too much for this machine's memory."""
     return n_bytes > HOST_MEMORY_SHARE * machine_bytes()
 
 
-def free_memory() -> int:
-    """Memory of this machine that nothing needs now. What files have in the page cache counts as free."""
-    try:
-        found = re.search(r"^MemAvailable: *(\d+) kB$", Path("/proc/meminfo").read_text(), re.MULTILINE)
-    except OSError:
-        found = None
-    return min(int(found[1]) << 10, machine_bytes()) if found else machine_bytes()
-
-
-def window_bytes(share: float) -> int:
-    """Host memory for the experts of a card, if all lie in a file. share: of the model's experts that the card has."""
-    return int(share * WINDOW_SHARE * free_memory())
+def window_bytes(share: float, free: int) -> int:
+    """Host memory for the experts of a card, if all lie in a file. share: its part of what all cards get. free: bytes
+    that nothing needs."""
+    return int(share * WINDOW_SHARE * free)
 
 
 # ---- which layers go where -------------------------------------------------------------------------------------
@@ -434,6 +420,8 @@ class Demand:
     drafts: int = 0             # most drafts of an answer in a decode step
     expert_memory: int | None = None    # bytes of each card for experts; None: for all, if they fit
     packed: bool = False        # passes are over parts of several texts, one for each slot, and nothing is decoded
+    # Bytes of host memory that nothing needed before the model was loaded.
+    host_memory: int = field(default_factory=lambda: free_memory(), compare=False)
 
     @property
     def contexts(self) -> str:
@@ -670,7 +658,7 @@ class Plan:
 
 def plan_stages(blueprint: Blueprint, cards: list, demand: Demand, layers: list[range]) -> Plan:
     """The Plan of these layers on each card, whether they fit or not."""
-    chunk = demand.chunk
+    demand, chunk = dataclasses.replace(demand, split=tuple(map(len, layers))), demand.chunk
     while True:                                 # a second round if the stages have chosen different chunks
         stages = [blueprint.stage(PlannedCard(card), each, demand, chunk) for card, each in zip(cards, layers)]
         if len({stage.chunk for stage in stages}) == 1:
@@ -891,7 +879,7 @@ class Planner:
         """Raises OutOfMemory, with the table and what would help, where the plan does not fit."""
         stored = [stage.store for stage in self.plan.on_paper if stage.store and stage.store.in_file]
         if self.plan.fits and stored:
-            for problem in filter(None, (store.too_small() for store in stored)):
+            for problem in filter(None, (store.problem() for store in stored)):
                 raise OutOfMemory(f"{self.blueprint.name}: {problem}")
             needed, folder = sum(store.host_bytes for store in stored), self.cards[0].cache_dir
             free = free_of_disk(folder)

@@ -22,7 +22,7 @@ once for all warps. A warp unpacks two rows at once: more would not leave regist
 
 Pipe: integer (dp4a and the unpacking, both 64 lanes per SM on Volta), but memory is the bound. A block of 32 weights
 takes 8 dp4a and 2 or 3 float operations for each column. Unpacking it, once for all columns, takes 12 operations for 4
-bits, 28 for 5 and 6 bits and 52 for a table; its scales take about 8. A block of Q4_K has 18.5 bytes: at full bandwidth
+bits, 28 for 5 and 6 bits and 36 for a table; its scales take about 8. A block of Q4_K has 18.5 bytes: at full bandwidth
 a CMP 100-210 has time for 170 lane operations per block, and an H200 for 67, of which one column takes about 40.
 
 Measurements and what was tried: benchmarks/results.md, section quant_gemv.

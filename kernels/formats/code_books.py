@@ -32,7 +32,8 @@ The word of signs: bit 4 n + g is that of weight n of group g of 8. With seven s
 How a code becomes int8 words. The book lies in shared memory, a word for each entry:
   * of eight weights: a nibble for each, which number says which of three bytes it is. With the sign as bit 2 of the
     nibble, the word is a selector for prmt among the bytes and their negatives: 1 load and 5 integer operations for
-    8 weights. For IQ1 the shift chooses the bytes.
+    8 weights. For IQ1_S the shift chooses the bytes. For IQ1_M, whose groups have a shift each, it is bit 2 of all
+    nibbles.
   * of four weights: their bytes. 0x01010100 - word has their negatives, as no byte is zero, and prmt chooses
     with the sign as bit 2: 2 loads and 7 operations for 8 weights.
 32 lanes that load random words of 32 banks take about 3.5 cycles.
@@ -378,18 +379,21 @@ def shifted_function(entry_of, values, bit):
     return weights
 
 
-def twelve_bits_function(values):
-    """The same, each group with its own shift, which is bit 11 of its code: the book has all entries for both shifts.
-    A nibble of raw[1] has the upper bits of a code. `held` of the book is the word of those that are moved up."""
+def shifted_groups_function(values):
+    """The same, each group of eight with its own shift. A nibble of raw[1] has the upper three bits of a code and, at
+    the top, the shift. `held` of the book is the word of digits that are moved up."""
     down = byte_words(8 * values - 1)
 
     @cuda.jit(device=True, forceinline=True)
     def weights(w, raw, shifts, book):
         address, up = uint64(uint32(book)), uint32(book >> uint64(32))
-        even, odd = raw[1] & uint32(0x0F0F), uint32(raw[1] >> uint32(4)) & uint32(0x0F0F)
+        upper = raw[1] & uint32(0x0707), uint32(raw[1] >> uint32(4)) & uint32(0x0707)
+        tops = uint32(raw[1] << uint32(4)), raw[1]      # the shift of group g is the top of byte g // 2
         for g in range(4):
-            code = prmt(raw[0], odd if g % 2 else even, uint32(0x7740 + 16 * (g // 2) + g))
+            code = prmt(raw[0], upper[g % 2], uint32(0x7740 + 16 * (g // 2) + g))
             entry = load_shared(address + uint64(uint32(code << uint32(2))))
+            is_down = prmt(tops[g % 2], uint32(0), uint32(0x8888 + 0x1111 * (g // 2)))      # in every bit
+            entry = uint32(entry | uint32(is_down & uint32(0x44444444)))
             w[2 * g] = prmt(up, uint32(down), entry)
             w[2 * g + 1] = prmt(up, uint32(down), uint32(entry >> uint32(16)))
 
@@ -532,8 +536,8 @@ UNITS = {"IQ3_S": 1.0, "IQ3_XXS": 0.25, "IQ2_S": 0.125, "IQ2_XS": 0.125, "IQ2_XX
 
 def code_book(name, number, file_bytes, planes, wd_words, *, parts, take, take_scales, marks, scale, upper=None,
               shift=None, halves=False, scales=HalfScales(0)):
-    """The Format of a type. shift: the bit of a shift in the word behind the planes; the other arguments are explained
-    above. Where there are shifts and no such bit, each code has its own (`twelve_bits_function`)."""
+    """The Format of a type. shift: the bit of a shift in the word behind the planes; where there are shifts and no such
+    bit, each group has its own (`shifted_groups_function`). The other arguments are explained above."""
     book, unit, held = grid(name), UNITS[name], 0
     words, values = book_words(book)
     plane_words, scale_words = sum(planes) // 4, 1 + (wd_words > 1) + (wd_words > 9)
@@ -541,8 +545,7 @@ def code_book(name, number, file_bytes, planes, wd_words, *, parts, take, take_s
     if shift:
         weights = shifted_function(entry_of, values, shift)
     elif marks == SHIFTS:
-        weights, held = twelve_bits_function(values), byte_words(8 * values + 1)
-        words = np.concatenate([words, words | np.uint32(0x44444444)])
+        weights, held = shifted_groups_function(values), byte_words(8 * values + 1)
     else:
         weights = (fours_function if book.shape[1] == 4 else eights_function)(entry_of, values)
     marks_at, d_at = plane_words - (marks != SHIFTS), plane_words + scale_words - 1

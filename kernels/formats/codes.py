@@ -4,12 +4,12 @@
     4 to 6  16 bytes: low 4 bits      byte b of word i: weight 4 i + b, and in its upper half 16 + 4 i + b
             5: then 4 bytes           byte b, bit i: fifth bit of weight 4 i + b, i < 8
             6: then 8 bytes           word h, byte b, bits 2 i and 2 i + 1: those of 16 h + 4 i + b, i < 4
-    4, in order   16 bytes            word h, nibble m: weight 8 h + m, m < 8
+    4, in order   16 bytes            word h, nibble m: weight 8 h + m, m < 8. For tables of 16
     2, 3    8 bytes: low 2 bits       word h, nibble m: weight 16 h + m, and in its upper half 16 h + 8 + m, m < 8
             3: then 4 bytes           nibble m, bit i: third bit of weight 8 i + m, i < 4
 
-Codes of 4 bits and more are moved by shifts and masks, or looked up in a table of 16. Codes of 2 and 3 bits are always
-looked up: a nibble with such a code selects a byte for `prmt`, four at a time, and they come out in order.
+Codes of 4 bits and more are moved by shifts and masks. Codes of 2 and 3 bits, and those of tables of 16, are looked up:
+a nibble with such a code selects a byte for `prmt`, four at a time, and they come out in order.
 """
 
 from functools import cache

@@ -5,7 +5,7 @@
     MXFP4    blocks of 32,  2**(e - 128), e of 8 bits                         the upper half of the float32 2**(e - 128)
     NVFP4    blocks of 64,  a float of 4 + 3 bits for each 16                 4 times this byte
 
-The codes of the last three lie in order (kernels/formats/codes.py). The table of MXFP4 and NVFP4 has twice the numbers
+The codes lie in order (kernels/formats/codes.py). The table of MXFP4 and NVFP4 has twice the numbers
 that a float of 1 + 2 + 1 bits can be; their scales halve them again.
 e = 255 and a float byte with seven bits set stand for what is no number (OCP Microscaling Formats, version 1.0).
 """
