@@ -49,7 +49,7 @@ import numpy as np
 from numba import cuda
 from numba.types import float32, uint16, uint32, uint64
 
-from kernels.formats.codes import load_words_function, shifted
+from kernels.formats.codes import shifted
 from kernels.formats.format import BLOCK, Format, HalfScales, Random, Terms, byte_at, is_finite, word_at
 from kernels.intrinsics import (float_as_word, half_to_float, load_byte, load_shared, prmt, shared_address,
                                 store_shared4, table_words4)
@@ -381,21 +381,18 @@ def shifted_function(entry_of, values, bit):
 
 def shifted_groups_function(values):
     """The same, each group of eight with its own shift. A nibble of raw[1] has the upper three bits of a code and, at
-    the top, the shift. `held` of the book is the word of digits that are moved up."""
-    down = byte_words(8 * values - 1)
+    the top, the shift."""
+    up, down = byte_words(8 * values + 1), byte_words(8 * values - 1)
 
     @cuda.jit(device=True, forceinline=True)
     def weights(w, raw, shifts, book):
-        address, up = uint64(uint32(book)), uint32(book >> uint64(32))
         upper = raw[1] & uint32(0x0707), uint32(raw[1] >> uint32(4)) & uint32(0x0707)
-        tops = uint32(raw[1] << uint32(4)), raw[1]      # the shift of group g is the top of byte g // 2
         for g in range(4):
             code = prmt(raw[0], upper[g % 2], uint32(0x7740 + 16 * (g // 2) + g))
-            entry = load_shared(address + uint64(uint32(code << uint32(2))))
-            is_down = prmt(tops[g % 2], uint32(0), uint32(0x8888 + 0x1111 * (g // 2)))      # in every bit
-            entry = uint32(entry | uint32(is_down & uint32(0x44444444)))
-            w[2 * g] = prmt(up, uint32(down), entry)
-            w[2 * g + 1] = prmt(up, uint32(down), uint32(entry >> uint32(16)))
+            entry = load_shared(book + uint64(uint32(code << uint32(2))))
+            of_three = uint32(down) if raw[1] & uint32(8 << 4 * g) else uint32(up)
+            w[2 * g] = prmt(of_three, uint32(0), entry)
+            w[2 * g + 1] = prmt(of_three, uint32(0), uint32(entry >> uint32(16)))
 
     return weights
 
@@ -424,10 +421,9 @@ def unpack_function(weights, marks_at, seven, scale, d_at, unit, halves):
     return unpack
 
 
-def load_function(words, held=0):
-    """load_book(thread, threads); see Format. The lower half of the book is an address in shared memory, the upper half
-    the word `held`, if there is one (see `load_words_function`)."""
-    n_words, four_words, load_held = len(words), table_words4(words), load_words_function(0, held)
+def load_function(words):
+    """load_book(thread, threads); see Format."""
+    n_words, four_words = len(words), table_words4(words)
 
     @cuda.jit(device=True, forceinline=True)
     def load_book(thread, threads):
@@ -438,7 +434,7 @@ def load_function(words, held=0):
             store_shared4(book + uint64(uint32(at << uint32(2))), w0, w1, w2, w3)
             at = uint32(at + uint32(threads << uint32(2)))
         cuda.syncthreads()
-        return book | load_held(thread, threads) if held else book
+        return book
 
     return load_book
 
@@ -538,14 +534,14 @@ def code_book(name, number, file_bytes, planes, wd_words, *, parts, take, take_s
               shift=None, halves=False, scales=HalfScales(0)):
     """The Format of a type. shift: the bit of a shift in the word behind the planes; where there are shifts and no such
     bit, each group has its own (`shifted_groups_function`). The other arguments are explained above."""
-    book, unit, held = grid(name), UNITS[name], 0
+    book, unit = grid(name), UNITS[name]
     words, values = book_words(book)
     plane_words, scale_words = sum(planes) // 4, 1 + (wd_words > 1) + (wd_words > 9)
     entry_of, either = entry_function(upper), (8 * book - 1, 8 * book + 1) if marks == SHIFTS else (book, -book)
     if shift:
         weights = shifted_function(entry_of, values, shift)
     elif marks == SHIFTS:
-        weights, held = shifted_groups_function(values), byte_words(8 * values + 1)
+        weights = shifted_groups_function(values)
     else:
         weights = (fours_function if book.shape[1] == 4 else eights_function)(entry_of, values)
     marks_at, d_at = plane_words - (marks != SHIFTS), plane_words + scale_words - 1
@@ -553,7 +549,7 @@ def code_book(name, number, file_bytes, planes, wd_words, *, parts, take, take_s
         name, number, 8 * BLOCK, file_bytes, planes, wd_words, split_function(parts, HEADERS[name], marks),
         terms_function(parts, book, unit, halves), take, take_scales, fetch_scales_function(wd_words),
         unpack_function(weights, marks_at, marks == SEVEN, scale, d_at, unit, halves), np.concatenate(either).ravel(),
-        scale_words=scale_words, halves=halves, scales=scales, load_book=load_function(words, held),
+        scale_words=scale_words, halves=halves, scales=scales, load_book=load_function(words),
         book_bytes=words.nbytes,
         random=Random(wd_words - 1, mask=0xFFFF, mean=(scale.mask + 1) * unit))
 
