@@ -527,8 +527,8 @@ def shape_for(card, decoder, columns, k, in_pairs=False, n=math.inf):
     loaded ahead. So for one column, not in pairs, with an even number of tiles in Q8_0, the ring has 2 tiles of one
     row. For packed formats of up to 6 words it has 4 if their number is a multiple of 4 or odd, or all if they are
     fewer. In all other cases one or two columns get two rows, with 2 tiles each or 1 if registers are short, and more
-    columns 4 rows. A table takes the registers of a second tile in SwiGLU. With Q8_0 and a row or less for each warp,
-    warps take single rows and hold up to 4 of their tiles. On an emulated card there is no ring, since
+    columns 4 rows. In SwiGLU a table leaves registers for a second tile of up to 5 words. With Q8_0 and a row or less
+    for each warp, warps take single rows and hold up to 4 of their tiles. On an emulated card there is no ring, since
     the CPU prefetches, and one column gets few warps, since each costs time at the barriers of the norm."""
     blocks = k // BLOCK
     whole = blocks % TILE == 0
@@ -544,7 +544,7 @@ def shape_for(card, decoder, columns, k, in_pairs=False, n=math.inf):
         return Shape(1, 2, 32, whole) if alone and tiles % 2 == 0 else Shape(2, 1, 32, whole)
     if alone and decoder.words <= 6 and (tiles % 4 == 0 or tiles % 2):
         return Shape(1, min(tiles, 4), 32, whole)
-    room = (decoder.words <= 6 or columns == 2) and not (in_pairs and decoder.table)
+    room = decoder.words <= 5 if in_pairs and decoder.table else decoder.words <= 6 or columns == 2
     depth = 2 if tiles > 1 and room else 1
     return Shape(2, depth, 32 if columns == 1 else 16, whole)
 

@@ -13,13 +13,13 @@ e = 255 and a float byte with seven bits set stand for what is no number (OCP Mi
 import numpy as np
 from numba import cuda
 from numba.cuda.libdevice import fmul_rn
-from numba.types import float32, int32, uint16, uint32
+from numba.types import float32, uint16, uint32
 
 from kernels.formats.codes import (exchanged, in_order, lookup_pairs, lookup_signs, nibbles, planes_of, take_exchanged,
                                    take_in_order)
 from kernels.formats.format import Format, Random, Terms, byte_at, is_finite, word_at
 from kernels.formats.legacy import fetch_scale, halves_at, no_minima, take_halves, take_scale, terms_function
-from kernels.intrinsics import float_as_word, half_to_float, load_word, word_as_float
+from kernels.intrinsics import float_as_word, half_to_float, load_byte, load_word, word_as_float
 
 IQ4_VALUES = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.int8)
 FP4_VALUES = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.int8)
@@ -109,15 +109,14 @@ def take_scales_iq4_xs(wd, raw, at, j, to, b):
 @cuda.jit(device=True, forceinline=True)
 def fetch_scales_iq4_xs(raw, at, wd, d_from, b):
     header = uint32(d_from + uint32(uint32(b >> uint32(3)) * uint32(5)))
-    pair = uint32(wd[uint32(header + uint32(uint32(b & uint32(7)) >> uint32(1)))])
-    raw[at] = uint32(pair << uint32(uint32(24) - uint32(uint32(b & uint32(1)) << uint32(3))))  # s - 32 in the top byte
+    raw[at] = load_byte(wd, uint32(uint32(header << uint32(1)) + uint32(b & uint32(7))))
     raw[at + 1] = uint32(wd[uint32(header + uint32(4))])
 
 
 @cuda.jit(device=True, forceinline=True)
 def unpack_iq4_xs(w, scales, raw, book):
     LOOK_UP_IQ4(w, raw, book)
-    scale = float32(int32(raw[4]) >> int32(24))
+    scale = word_as_float(uint32(raw[4] ^ uint32(0x4B000080))) - float32(2**23 + 128)     # of int8, exact
     scales[0] = float_as_word(half_to_float(uint16(raw[5])) * scale)
 
 
