@@ -519,6 +519,52 @@ SHAPES = {name + " converted" * converts: Shape(*tile, converts) for converts in
 # For Q8_0 alone: a format with two dots for a block would not have the registers.
 WIDE = {"128 x 128 of 4 warps": Shape(4, 8, 2, 2, 2, False)}
 
+# Shapes that `shape_for` chooses from -> (the time of a block of threads that has an SM for itself, the time that each
+# further block adds), per weight of a row and in the unit of q8_gemm.block_time. Measured on an H100 with m16n8k32.
+TIMES = {SHAPES["128 x 128 converted"]: (20.5, 17.1), SHAPES["64 x 128 converted"]: (12.0, 9.6),
+         SHAPES["32 x 128 converted"]: (8.1, 7.4)}
+
+
+def tile_work(card, n, rows, shape):
+    """The time that the blocks of threads of a product take of each SM."""
+    return block_count(n, rows, shape) / card.n_sms * TIMES[shape][1]
+
+
+def tile_time(card, n, rows, shape):
+    """The time of a product that runs alone: as long as the SM takes that makes the most blocks."""
+    alone, further = TIMES[shape]
+    return alone + (-(-block_count(n, rows, shape) // card.n_sms) - 1) * further
+
+
+def block_count(n, rows, shape):
+    """Blocks of threads of a product."""
+    return -(-n // shape.tile_columns) * -(-rows // shape.tile_rows)
+
+
+def shape_for(card, n, rows, format, concurrent=False):
+    """The Shape with which a product takes the least time. format: that of the weights. concurrent: other kernels run
+    at the same time and use the SMs that this product leaves idle, so that only the work of its blocks counts.
+
+    The emulated card has one Shape: a kernel takes it long to compile, and its processors are never partly idle.
+    """
+    if card.kind == "emulated":
+        return SMALLEST
+    time = tile_work if concurrent else tile_time
+    return min(TIMES, key=lambda shape: time(card, n, rows, shape))
+
+
+SMALLEST = SHAPES["32 x 128 converted"]
+
+
+def relative_time(card, n, k, micro_batches, format=FORMATS["Q8_0"]):
+    """The time of a product over all micro-batches of a prompt, as q8_gemm.relative_time, and in the same unit."""
+    if len(micro_batches) == 1:
+        rows, = micro_batches
+        return k * tile_time(card, n, rows, shape_for(card, n, rows, format))
+    shapes = [shape_for(card, n, rows, format, concurrent=True) for rows in micro_batches]
+    alone, further = TIMES[shapes[-1]]
+    return k * (sum(tile_work(card, n, *each) for each in zip(micro_batches, shapes)) + alone - further)
+
 
 @cache
 def tensor(format, shape, instruction):
@@ -532,15 +578,17 @@ def instruction_of(card):
                  if card.kind == "emulated" or card.cc >= oldest), None)
 
 
-def gemm(card, y, stride, w, x, rows, add=False, *, stream=None, shape=SHAPES["64 x 128"], instruction=None):
-    """y <- (y +) x . w^T, as `gemm` of kernels/q8_gemm.py. shape: one of SHAPES. instruction: one of INSTRUCTIONS; None
+def gemm(card, y, stride, w, x, rows, add=False, *, stream=None, concurrent=False, shape=None, instruction=None):
+    """y <- (y +) x . w^T, as `gemm` of kernels/q8_gemm.py.
+
+    concurrent: as in `shape_for`, which chooses the Shape where `shape` is None. instruction: one of INSTRUCTIONS; None
     takes the largest that the card has."""
-    instruction = instruction or instruction_of(card)
+    format, instruction = FORMATS[w.format], instruction or instruction_of(card)
+    shape = shape or shape_for(card, w.n, rows, format, concurrent)
     grid = (-(-rows // shape.tile_rows), -(-w.n // shape.tile_columns))
     arrays = y.reshape(-1), w.values.reshape(-1), as_words(w.scales), *x.flat
     block = 32, shape.down * shape.across
-    kernel = tensor(FORMATS[w.format], shape, instruction)
-    card.launch(kernel, grid, block, *arrays, w.n, w.k, rows, stride, add, stream=stream)
+    card.launch(tensor(format, shape, instruction), grid, block, *arrays, w.n, w.k, rows, stride, add, stream=stream)
 
 
 # ---- check and time ----------------------------------------------------------------------------------------
@@ -548,7 +596,7 @@ def gemm(card, y, stride, w, x, rows, add=False, *, stream=None, shape=SHAPES["6
 TIMED = [(12288, 4096, 4096), (24576, 4096, 1160), (4096, 4096, 4096), (4096, 4096, 297)]      # n, k, rows
 
 
-def check(card, n, k, rows, add=False, shape=SHAPES["64 x 128"], format=FORMATS["Q8_0"], instruction=None):
+def check(card, n, k, rows, add=False, shape=None, format=FORMATS["Q8_0"], instruction=None):
     """Multiplies random matrices as q8_gemm.check does, and compares the bits with those of kernels/q8_gemm.py."""
     def both(card, y, *rest):
         q8_gemm.gemm(card, others := card.upload(card.download(y)), *rest)

@@ -1,6 +1,7 @@
 """Products on tensor cores have the bits of those on dp4a (kernels/q8_gemm.py)."""
 
 import re
+from types import SimpleNamespace
 
 import pytest
 
@@ -70,3 +71,20 @@ def test_everything_stays_in_registers(name, tile, cc):
     assert ".local" not in compiled.ptx and " 0 bytes spill stores" in words, words
     family = instruction.rstrip("0123456789")           # two dots for a block are of 16 of k each
     assert re.search(rf"\bmma\.sync\.aligned\.{family}\d+\.row\.col\b", compiled.ptx)
+
+
+def test_tiles_fill_the_card():
+    """Few rows get small tiles: tiles of 128 rows would leave SMs idle."""
+    card = SimpleNamespace(n_sms=132, kind="cuda")
+    chosen = [tensor_gemm.shape_for(card, 4096, rows, FORMATS["Q8_0"]).tile_rows for rows in (4096, 160, 8)]
+    assert chosen == [128, 64, 32]
+    chosen = [tensor_gemm.shape_for(card, 4096, rows, FORMATS["Q8_0"], concurrent=True).tile_rows
+              for rows in (128, 60, 8)]
+    assert chosen == [128, 64, 32]
+
+
+def test_relative_time_counts_rows_and_columns():
+    card = SimpleNamespace(n_sms=132, kind="cuda")
+    times = [tensor_gemm.relative_time(card, 4096, 4096, rows) for rows in ([8], [2048], [4096], [2048, 2048])]
+    assert times[0] < times[1] < times[3] <= times[2] < 2 * times[1]
+    assert 1 < q8_gemm.relative_time(card, 12288, 4096, [4096]) / tensor_gemm.relative_time(card, 12288, 4096, [4096])
