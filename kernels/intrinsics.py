@@ -129,6 +129,16 @@ mma_f16_8x8x4 = _matrix_product("m8n8k4.row.col.f32.f16.f16.f32", float32, uint3
 opaque = _instruction("mov.b32 $0, $1;", uint32, uint32,
                       doc="a, of which the compiler knows nothing: so it keeps no address that it could make of it again")
 
+
+@intrinsic
+def opaque_address(context, address):
+    """An address, of which the compiler knows nothing, as `opaque`."""
+    def codegen(context, builder, signature, values):
+        function = ir.FunctionType(ir.IntType(64), [ir.IntType(64)])
+        return builder.asm(function, "mov.b64 $0, $1;", "=l,l", values, False)
+    return uint64(uint64), codegen
+
+
 # ---- half precision, two at a time -------------------------------------------------------------------------
 
 hfma2 = _instruction("fma.rn.f16x2 $0, $1, $2, $3;", uint32, uint32, uint32, uint32,

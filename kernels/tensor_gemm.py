@@ -44,8 +44,8 @@ from kernels.bench import Case, main
 from kernels.formats import BLOCK, FORMATS, as_words, on_card, random_raw
 from kernels.intrinsics import (BIAS_WORD, float_as_word, hadd2, load_matrices, load_shared, load_shared2,
                                 load_shared4, load_words4, mma_f16_8x8x4, mma_s8_8x8x16, mma_s8_16x8x16,
-                                mma_s8_16x8x32, prmt, shared_address, store_shared, store_shared4, unbias,
-                                warp_number, word_as_float, word_sum)
+                                mma_s8_16x8x32, opaque_address, prmt, shared_address, store_shared, store_shared4,
+                                unbias, warp_number, word_as_float, word_sum)
 from kernels.operands import Matrix, Quantized
 from kernels.q8_gemv import random_activations
 
@@ -78,15 +78,15 @@ class Shape(NamedTuple):
 
 
 def carriers(format, shape):
-    """How a thread carries blocks of w from global to shared memory: (begin, fetch, places, further).
+    """How a thread carries blocks of w from global to shared memory: (begin, fetch, is_halves).
 
     begin(starts, first, last, thread, blocks): where its blocks start in global memory, in a tile of columns that
     begins at `first`; in place of columns past `last` it takes column `last`. fetch(raw, wq, wd, starts, blocks, b):
-    loads block b of each. places(thread): (column, half, half) in the tile of the two halves that the thread has of
-    the first of them; the second is `further` columns further on.
+    loads block b of each. Each is column `thread` of the tile or some multiple of the carriers further on.
 
     A thread carries whole blocks, since it unpacks them. Q8_0 has nothing to unpack: two neighbouring threads carry
-    the halves of one column's block, and then those of another's, so that a load touches half as many cache lines.
+    the halves of one column's block, and then those of another's, so that a load touches half as many cache lines
+    (is_halves).
     """
     starts_of, fetch_block, threads = format.starts, format.fetch, shape.carriers
     each = shape.tile_columns // threads
@@ -101,10 +101,6 @@ def carriers(format, shape):
     def fetch(raw, wq, wd, starts, blocks, b):
         for i in range(each):
             fetch_block(raw[i], wq, wd, starts[i, 0], starts[i, 2], blocks, b)
-
-    @cuda.jit(device=True, forceinline=True)
-    def places(thread):
-        return thread, uint32(0), uint32(1)
 
     @cuda.jit(device=True, forceinline=True)
     def begin_halves(starts, first, last, thread, blocks):
@@ -126,13 +122,7 @@ def carriers(format, shape):
             to[4], to[5], to[6], to[7] = load_words4(wq, uint32(starts[i, 1] + at))
             to[8] = uint32(wd[uint32(starts[i, 2] + b)])
 
-    @cuda.jit(device=True, forceinline=True)
-    def places_of_halves(thread):
-        half = uint32(thread & uint32(1))
-        return uint32(thread >> uint32(1)), half, half
-
-    return (begin_halves, fetch_halves, places_of_halves, threads // 2) if format.bits == 8 else \
-        (begin, fetch, places, 0)
+    return (begin_halves, fetch_halves, True) if format.bits == 8 else (begin, fetch, False)
 
 
 def two_dots(format):
@@ -141,25 +131,27 @@ def two_dots(format):
 
 
 class Form(NamedTuple):
-    """How tensor cores multiply.
+    """How tensor cores make the dots of 16 rows of x with 16 columns of w.
 
-    row_bytes: of a block of a row, in shared memory. kind: of the dots. a_words, b_words: which a lane holds of 16 rows
-    of x, of 8 columns of w. span: how often 8 columns a product has. row_step: from a lane's first row of 16 to its
-    second; column_at(c): where its columns of number c of the eights lie.
+    row_bytes: of a block of a row of x or of a column of w, in shared memory. kind: of the dots. words: which a lane
+    holds of 16 rows, or of 16 columns. row_step: from a lane's first row of 16 to its second; column_step: from its
+    first pair of columns of 16 to its second.
 
-    The rest are device functions. store(to, row, half, w0, ..., w3): stores 16 bytes of a block of a row.
-    load_rows(a, at, lane), load_columns(b, at, lane, c): what `multiply` takes of 16 rows, of 16 columns from eight c
-    on. multiply(dots, i, a, b, c, bias): dots[i] <- the dots of 16 rows with the columns of eight c; of 2 eights, also
-    dots[i + 1]. own_row(lane), own_column(lane): the first that it has dots of.
+    The rest are device functions. place(row, half): where the 16 bytes of half a block of a row lie; the other half is
+    at this address ^ row_bytes / 2. store(at, w0, ..., w3): stores half a block. row_place(lane), column_place(lane):
+    where a lane loads what `load` brings it: load_rows(a, at), load_columns(b, at). multiply(dots, a, b, bias): dots
+    [2, 4 or 8] <- the dots with the first pair of columns and with the second; where a block has two dots, first those
+    of its first half. own_row(lane), own_column(lane): the first that it has dots of.
     """
     row_bytes: int
     kind: type
-    a_words: int
-    b_words: int
-    span: int
+    words: int
     row_step: int
-    column_at: Callable
+    column_step: int
+    place: Callable
     store: Callable
+    row_place: Callable
+    column_place: Callable
     load_rows: Callable
     load_columns: Callable
     multiply: Callable
@@ -175,42 +167,53 @@ def form_of_bytes(two, is_small):
         return uint64(uint32(uint32(row << uint32(5)) + uint32(swapped << uint32(4))))
 
     @cuda.jit(device=True, forceinline=True)
-    def store(to, row, half, w0, w1, w2, w3):
-        store_shared4(to + place(row, half), w0, w1, w2, w3)
+    def store(at, w0, w1, w2, w3):
+        store_shared4(at, w0, w1, w2, w3)
 
     @cuda.jit(device=True, forceinline=True)
-    def load_rows(a, at, lane):
-        a[0], a[1], a[2], a[3] = load_matrices(at + place(uint32(lane & uint32(15)), uint32(lane >> uint32(4))))
+    def row_place(lane):
+        return place(uint32(lane & uint32(15)), uint32(lane >> uint32(4)))
 
     @cuda.jit(device=True, forceinline=True)
-    def load_columns(b, at, lane, c):
-        column = uint32(uint32(lane & uint32(7)) + uint32(uint32(lane >> uint32(4)) << uint32(3)))
-        b[c, 0], b[c, 1], b[c + 1, 0], b[c + 1, 1] = load_matrices(
-            at + place(column, uint32(uint32(lane >> uint32(3)) & uint32(1))))
+    def column_place(lane):
+        """`mma` takes its words of x, and those of w, from registers in a row: so the halves of 8 columns come one
+        after the other, but the first halves of 16 rows, then the second."""
+        return place(uint32(uint32(lane & uint32(7)) + uint32(uint32(lane >> uint32(4)) << uint32(3))),
+                     uint32(uint32(lane >> uint32(3)) & uint32(1)))
 
     @cuda.jit(device=True, forceinline=True)
-    def multiply(dots, i, a, b, c, bias):
-        to, start = dots[i], (bias[0], bias[1], bias[2], bias[3])
-        to[0], to[1], to[2], to[3] = mma_s8_16x8x32((a[0], a[1], a[2], a[3]), (b[c, 0], b[c, 1]), start)
+    def load(words, at):
+        words[0], words[1], words[2], words[3] = load_matrices(at)
 
     @cuda.jit(device=True, forceinline=True)
-    def multiply_halves(dots, i, a, b, c, bias):
-        to, start = dots[i], (bias[0], bias[1], bias[2], bias[3])
-        to[0], to[1], to[2], to[3] = mma_s8_16x8x16((a[0], a[1]), (b[c, 0],), start)
-        to[4], to[5], to[6], to[7] = mma_s8_16x8x16((a[2], a[3]), (b[c, 1],), start)
+    def multiply(dots, a, b, bias):
+        start = bias[0], bias[1], bias[2], bias[3]
+        for j in range(2):
+            to = dots[j]
+            to[0], to[1], to[2], to[3] = mma_s8_16x8x32((a[0], a[1], a[2], a[3]), (b[2 * j], b[2 * j + 1]), start)
 
     @cuda.jit(device=True, forceinline=True)
-    def multiply_small(dots, i, a, b, c, bias):
-        for r in range(2):
-            first = mma_s8_8x8x16((a[r],), (b[c, 0],), (bias[0], bias[1]))
-            dots[i, 2 * r], dots[i, 2 * r + 1] = mma_s8_8x8x16((a[2 + r],), (b[c, 1],), first)
+    def multiply_halves(dots, a, b, bias):
+        start = bias[0], bias[1], bias[2], bias[3]
+        for j in range(2):
+            to = dots[j]
+            to[0], to[1], to[2], to[3] = mma_s8_16x8x16((a[0], a[1]), (b[2 * j],), start)
+            to[4], to[5], to[6], to[7] = mma_s8_16x8x16((a[2], a[3]), (b[2 * j + 1],), start)
 
     @cuda.jit(device=True, forceinline=True)
-    def multiply_small_halves(dots, i, a, b, c, bias):
-        for h in range(2):
+    def multiply_small(dots, a, b, bias):
+        for j in range(2):
             for r in range(2):
-                dots[i, 4 * h + 2 * r], dots[i, 4 * h + 2 * r + 1] = mma_s8_8x8x16(
-                    (a[2 * h + r],), (b[c, h],), (bias[0], bias[1]))
+                first = mma_s8_8x8x16((a[r],), (b[2 * j],), (bias[0], bias[1]))
+                dots[j, 2 * r], dots[j, 2 * r + 1] = mma_s8_8x8x16((a[2 + r],), (b[2 * j + 1],), first)
+
+    @cuda.jit(device=True, forceinline=True)
+    def multiply_small_halves(dots, a, b, bias):
+        for j in range(2):
+            for h in range(2):
+                for r in range(2):
+                    dots[j, 4 * h + 2 * r], dots[j, 4 * h + 2 * r + 1] = mma_s8_8x8x16(
+                        (a[2 * h + r],), (b[2 * j + h],), (bias[0], bias[1]))
 
     @cuda.jit(device=True, forceinline=True)
     def own_row(lane):
@@ -222,16 +225,18 @@ def form_of_bytes(two, is_small):
 
     product = (multiply_small_halves if is_small else multiply_halves) if two else \
         multiply_small if is_small else multiply
-    return Form(BLOCK, int32, 4, 2, 1, 8, in_eights, store, load_rows, load_columns, product, own_row, own_column)
+    return Form(BLOCK, int32, 4, 8, 8, place, store, row_place, column_place, load, load, product, own_row,
+                own_column)
 
 
 def form_of_halves(two):
     """Products of halves: from four of 8 rows x 8 columns x 4 of k at a time, which make 16 x 16 x 4."""
     @cuda.jit(device=True, forceinline=True)
-    def place(row, eighth):
-        """Of 8 halves. Rows whose bit 1 or 3 differs have them in another order, and so in other banks."""
-        swapped = uint32(eighth ^ uint32(uint32(uint32(row >> uint32(1)) & uint32(1))
-                                         | uint32(uint32(row >> uint32(2)) & uint32(2))))
+    def place(row, half):
+        """Of 16 halves: 8 of them, and the other 8 at this address ^ 16. Rows whose bit 1 or 3 differs have the eights
+        in another order, and so in other banks."""
+        swapped = uint32(uint32(half << uint32(1)) ^ uint32(
+            uint32(uint32(row >> uint32(1)) & uint32(1)) | uint32(uint32(row >> uint32(2)) & uint32(2))))
         return uint64(uint32(uint32(row << uint32(6)) + uint32(swapped << uint32(4))))
 
     @cuda.jit(device=True, forceinline=True)
@@ -242,20 +247,13 @@ def form_of_halves(two):
                 hadd2(prmt(biased, uint32(0x64646464), uint32(0x4342)), uint32(0xE480E480)))
 
     @cuda.jit(device=True, forceinline=True)
-    def store(to, row, half, w0, w1, w2, w3):
-        eighth = uint32(half << uint32(1))
+    def store(at, w0, w1, w2, w3):
         h0, h1 = as_halves(w0)
         h2, h3 = as_halves(w1)
-        store_shared4(to + place(row, eighth), h0, h1, h2, h3)
+        store_shared4(at, h0, h1, h2, h3)
         h0, h1 = as_halves(w2)
         h2, h3 = as_halves(w3)
-        store_shared4(to + place(row, uint32(eighth + uint32(1))), h0, h1, h2, h3)
-
-    @cuda.jit(device=True, forceinline=True)
-    def load_row(words, at, row):
-        for e in range(4):
-            here = at + place(row, uint32(e))
-            words[4 * e], words[4 * e + 1], words[4 * e + 2], words[4 * e + 3] = load_shared4(here)
+        store_shared4(at ^ uint64(16), h0, h1, h2, h3)
 
     @cuda.jit(device=True, forceinline=True)
     def within(lane):
@@ -263,27 +261,32 @@ def form_of_halves(two):
         return uint32(uint32(lane & uint32(3)) + uint32(uint32(lane >> uint32(4)) << uint32(2)))
 
     @cuda.jit(device=True, forceinline=True)
-    def load_rows(a, at, lane):
-        load_row(a, at, uint32(within(lane) + uint32(uint32(lane & uint32(4)) << uint32(1))))
+    def row_place(lane):
+        return place(uint32(within(lane) + uint32(uint32(lane & uint32(4)) << uint32(1))), uint32(0))
 
     @cuda.jit(device=True, forceinline=True)
-    def load_columns(b, at, lane, c):
-        load_row(b[c // 2], at, uint32(within(lane) + uint32(lane & uint32(8))))
+    def column_place(lane):
+        return place(uint32(within(lane) + uint32(lane & uint32(8))), uint32(0))
 
     @cuda.jit(device=True, forceinline=True)
-    def multiply_part(dots, i, a, b, c, h, first, last):
+    def load(words, at):
+        for e in range(4):
+            words[4 * e], words[4 * e + 1], words[4 * e + 2], words[4 * e + 3] = load_shared4(at ^ uint64(16 * e))
+
+    @cuda.jit(device=True, forceinline=True)
+    def multiply_part(dots, a, b, h, first, last):
         zero = float32(0.0)
         made = (zero, zero, zero, zero, zero, zero, zero, zero)
         for s in range(first, last):
-            made = mma_f16_8x8x4((a[2 * s], a[2 * s + 1]), (b[c // 2, 2 * s], b[c // 2, 2 * s + 1]), made)
+            made = mma_f16_8x8x4((a[2 * s], a[2 * s + 1]), (b[2 * s], b[2 * s + 1]), made)
         for e in range(4):
-            dots[i, 4 * h + e], dots[i + 1, 4 * h + e] = made[e], made[4 + e]
+            dots[0, 4 * h + e], dots[1, 4 * h + e] = made[e], made[4 + e]
 
     @cuda.jit(device=True, forceinline=True)
-    def multiply(dots, i, a, b, c, bias):
-        multiply_part(dots, i, a, b, c, 0, 0, 4 if two else 8)
+    def multiply(dots, a, b, bias):
+        multiply_part(dots, a, b, 0, 0, 4 if two else 8)
         if two:
-            multiply_part(dots, i, a, b, c, 1, 4, 8)
+            multiply_part(dots, a, b, 1, 4, 8)
 
     @cuda.jit(device=True, forceinline=True)
     def own_row(lane):
@@ -294,18 +297,8 @@ def form_of_halves(two):
     def own_column(lane):
         return uint32(uint32(lane & uint32(2)) + uint32(lane & uint32(8)))
 
-    return Form(2 * BLOCK, float32, 16, 16, 2, 2, in_sixteens, store, load_rows, load_columns, multiply, own_row,
+    return Form(2 * BLOCK, float32, 16, 2, 4, place, store, row_place, column_place, load, load, multiply, own_row,
                 own_column)
-
-
-@cuda.jit(device=True, forceinline=True)
-def in_eights(c):
-    return 8 * c
-
-
-@cuda.jit(device=True, forceinline=True)
-def in_sixteens(c):
-    return 16 * (c >> 1) + 4 * (c & 1)
 
 
 # mma -> (the oldest architecture that has it, its Form for a format with one dot for a block or with two).
@@ -343,26 +336,25 @@ def tensor_kernel(format, shape, instruction):
     each, n_scales, minima, raw_words = tile_columns // w_threads, format.n_scales, format.minima, format.raw_words
     assert each * w_threads == tile_columns
     x_parts, carrying = max(2 * tile_rows // threads, 1), min(2 * tile_rows // 32, threads // 32)
-    begin, fetch, places, further = carriers(format, shape)
+    begin, fetch, w_is_halves = carriers(format, shape)
     form = INSTRUCTIONS[instruction][1](two_dots(format))
     add_dots = adder(format, unbias if form.kind == int32 and not converts else float32)
-    row_bytes, kind, a_words, b_words, span, row_step, column_at, store, load_rows, load_columns, multiply, own_row, \
-        own_column = form
-    b_shape = columns // span, b_words
+    row_bytes, kind, words, row_step, column_step, place, store, row_place, column_place, load_rows, load_columns, \
+        multiply, own_row, own_column = form
     unpack, integers, load_book, n_dots = format.unpack, format.halves, format.load_book, 8 if two_dots(format) else 4
-    per_row = 1 + minima
+    per_row, half_bytes = 1 + minima, row_bytes // 2
     xd_at, w_at = row_bytes * tile_rows, (row_bytes + 4 * per_row) * tile_rows
     wd_at = w_at + row_bytes * tile_columns
     buffer = wd_at + 4 * n_scales * tile_columns
-    together = 4 if n_dots == 4 else span       # eights at a time: their dots wait in registers
-    resident = max(resident - (n_dots == 8 or span == 2), 1)
+    resident = max(resident - (n_dots == 8 or row_bytes == 64), 1)
     shared_words, is_partial, w_warps = 2 * buffer // 4, carrying < threads // 32, w_threads // 32
     w_is_partial = w_threads < threads
+    # From the first 16 bytes of a thread's block of w to the second, in shared memory.
+    step, flip = (row_bytes * w_threads // 2, 0) if w_is_halves else (0, half_bytes)
 
     @cuda.jit(device=True, forceinline=True)
-    def put_columns(raw, to, scale_to, thread, book):
+    def put_columns(raw, to, scale_to, book):
         """Unpacks blocks of w, given as they lie in global memory, and stores their int8 and scales."""
-        column, half, other = places(thread)
         for i in range(each):
             w, scales = cuda.local.array(8, uint32), cuda.local.array(n_scales, uint32)
             unpack(w, scales, raw[i], book)
@@ -370,19 +362,18 @@ def tensor_kernel(format, shape, instruction):
                 scales[1] = float_as_word(float32(int32(scales[1])))
                 scales[2] = float_as_word(float32(int32(scales[2])))
             here = to + uint64(row_bytes * w_threads * i)
-            store(here, column, half, w[0], w[1], w[2], w[3])
-            store(here + uint64(row_bytes * further), column, other, w[4], w[5], w[6], w[7])
+            store(here, w[0], w[1], w[2], w[3])
+            store((here ^ uint64(flip)) + uint64(step), w[4], w[5], w[6], w[7])
             for s in range(n_scales):
                 store_shared(scale_to + uint64(4 * (tile_columns * s + w_threads * i)), scales[s])
 
     @cuda.jit(device=True, forceinline=True)
-    def put_rows(words, scales, to, scale_to, thread):
+    def put_rows(words, scales, to, scale_to):
         """Stores halves of blocks of x. The even lane of a pair stores the scale of the row; the odd lane, for formats
         with a minimum, scale * (sum of the block). For two minima each lane stores that of its half."""
         is_odd = (uint32(cuda.threadIdx.x) & uint32(1)) != uint32(0)
         for p in range(x_parts):
-            store(to + uint64(row_bytes * threads // 2 * p), uint32(thread >> uint32(1)), uint32(thread & uint32(1)),
-                  words[p, 0], words[p, 1], words[p, 2], words[p, 3])
+            store(to + uint64(row_bytes * threads // 2 * p), words[p, 0], words[p, 1], words[p, 2], words[p, 3])
             scale, here = scales[p], scale_to + uint64(2 * threads * p)
             if minima:
                 total = int32(0)
@@ -405,33 +396,32 @@ def tensor_kernel(format, shape, instruction):
             scales[p] = xd[uint32(uint32(x_from[p] >> uint32(5)) + b)]
 
     @cuda.jit(device=True, forceinline=True)
-    def multiply_rows(acc, first, end, bias, b, w_scales, x_at, xd_here, lane):
-        for r in range(first, end):
-            a, x_scales = cuda.local.array(a_words, uint32), cuda.local.array((per_row, 2), float32)
-            load_rows(a, x_at + uint64(16 * row_bytes * r), lane)
+    def multiply_columns(acc, first, end, bias, a, x_scales, w_at, wd_here):
+        for c in range(first, end, 2):
+            b, w_scales = cuda.local.array(words, uint32), cuda.local.array((2, n_scales, 2), uint32)
+            load_columns(b, w_at + uint64(8 * row_bytes * c))
+            for j in range(2):
+                for s in range(n_scales):
+                    at = wd_here + uint64(4 * (tile_columns * s + 8 * c + column_step * j))
+                    w_scales[j, s, 0], w_scales[j, s, 1] = load_shared2(at)
+            dots = cuda.local.array((2, n_dots), kind)
+            for r in range(rows):
+                multiply(dots, a[r], b, bias)
+                for j in range(2):
+                    add_dots(acc[r, c + j], dots[j], w_scales[j], x_scales[r])
+
+    @cuda.jit(device=True, forceinline=True)
+    def multiply_block(acc, bias, x_at, w_at, xd_here, wd_here):
+        """acc += one block of k."""
+        a, x_scales = cuda.local.array((rows, words), uint32), cuda.local.array((rows, per_row, 2), float32)
+        for r in range(rows):
+            load_rows(a[r], x_at + uint64(16 * row_bytes * r))
             for p in range(per_row):
                 for i in range(2):
                     at = xd_here + uint64(4 * (tile_rows * p + 16 * r + row_step * i))
-                    x_scales[p, i] = word_as_float(load_shared(at))
-            dots = cuda.local.array((together, n_dots), kind)
-            for c in range(0, columns, together):
-                for i in range(0, together, span):
-                    multiply(dots, i, a, b, c + i, bias)
-                for i in range(together):
-                    add_dots(acc[r, c + i], dots[i], w_scales[c + i], x_scales)
-
-    @cuda.jit(device=True, forceinline=True)
-    def multiply_block(acc, bias, x_at, w_at, xd_here, wd_here, lane):
-        """acc += one block of k."""
-        b, w_scales = cuda.local.array(b_shape, uint32), cuda.local.array((columns, n_scales, 2), uint32)
-        for c in range(0, columns, 2):
-            load_columns(b, w_at + uint64(8 * row_bytes * c), lane, c)
-        for c in range(columns):
-            for s in range(n_scales):
-                at = wd_here + uint64(4 * tile_columns * s + 4 * column_at(c))
-                w_scales[c, s, 0], w_scales[c, s, 1] = load_shared2(at)
-        multiply_rows(acc, 0, rows // 2, bias, b, w_scales, x_at, xd_here, lane)  # one loop would not be unrolled
-        multiply_rows(acc, rows // 2, rows, bias, b, w_scales, x_at, xd_here, lane)
+                    x_scales[r, p, i] = word_as_float(load_shared(at))
+        multiply_columns(acc, 0, columns // 2, bias, a, x_scales, w_at, wd_here)  # one loop would not be unrolled
+        multiply_columns(acc, columns // 2, columns, bias, a, x_scales, w_at, wd_here)
 
     @cuda.jit(launch_bounds=(threads, resident))
     def gemm_tensor_kernel(y, wq, wd, xq, xd, n, k, n_rows, stride, add):
@@ -454,18 +444,23 @@ def tensor_kernel(format, shape, instruction):
             x_from[p] = uint32(uint32(row * k) + uint32(uint32(thread & uint32(1)) << uint32(4)))
 
         # Addresses in shared memory, in the first buffer: where the thread stores, and where the lane reads.
-        start = shared_address(cuda.shared.array(shared_words, uint32, alignment=16))
-        w_to, wd_to = start + uint64(w_at), start + uint64(wd_at) + uint64(uint32(thread << uint32(2)))
-        odd = uint32(thread & uint32(1))
-        xd_to = start + uint64(xd_at) + uint64(uint32(uint32(thread >> uint32(1)) << uint32(2))) + uint64(
-            uint32(odd * uint32(4 * tile_rows)))
+        start = shared_address(cuda.shared.array(shared_words, uint32, alignment=128))
+        pair, odd = uint32(thread >> uint32(1)), uint32(thread & uint32(1))
+        x_to = opaque_address(start + place(pair, odd))
+        w_to = x_to + uint64(w_at)
+        if not w_is_halves:
+            w_to = opaque_address(start + place(thread, uint32(0)) + uint64(w_at))
+        wd_to = opaque_address(start + uint64(wd_at) + uint64(uint32(thread << uint32(2))))
+        xd_to = opaque_address(start + uint64(xd_at) + uint64(uint32(pair << uint32(2))) + uint64(
+            uint32(odd * uint32(4 * tile_rows))))
         warp_row = uint32(uint32(warp % uint32(down)) * uint32(16 * rows))
         warp_column = uint32(uint32(warp // uint32(down)) * uint32(8 * columns))
-        x_here = start + uint64(uint32(warp_row * uint32(row_bytes)))
-        w_here = w_to + uint64(uint32(warp_column * uint32(row_bytes)))
+        x_here = opaque_address(start + row_place(lane) + uint64(uint32(warp_row * uint32(row_bytes))))
+        w_here = opaque_address(start + column_place(lane) + uint64(w_at) + uint64(
+            uint32(warp_column * uint32(row_bytes))))
         lane_row, lane_column = uint32(warp_row + own_row(lane)), uint32(warp_column + own_column(lane))
-        xd_here = start + uint64(xd_at) + uint64(uint32(lane_row << uint32(2)))
-        wd_here = start + uint64(wd_at) + uint64(uint32(lane_column << uint32(2)))
+        xd_here = opaque_address(start + uint64(xd_at) + uint64(uint32(lane_row << uint32(2))))
+        wd_here = opaque_address(start + uint64(wd_at) + uint64(uint32(lane_column << uint32(2))))
 
         acc = cuda.local.array((rows, columns, 4), float32)
         for r in range(rows):
@@ -478,24 +473,29 @@ def tensor_kernel(format, shape, instruction):
         book = load_book(thread, uint32(threads))
         if w_carries:
             fetch(raw, wq, wd, starts, blocks, uint32(0))
-            put_columns(raw, w_to, wd_to, thread, book)
+            put_columns(raw, w_to, wd_to, book)
         if carries:
             fetch_rows(x_words, x_scales, xq, xd, x_from, uint32(0))
-            put_rows(x_words, x_scales, start, xd_to, thread)
+            put_rows(x_words, x_scales, x_to, xd_to)
+        b = min(uint32(1), last)
+        if w_carries:
+            fetch(raw, wq, wd, starts, blocks, b)
+        if carries:
+            fetch_rows(x_words, x_scales, xq, xd, x_from, b)
         cuda.syncthreads()
         now, following = uint64(0), uint64(buffer)
         block = uint32(0)
         while block < blocks:
-            b = min(uint32(block + uint32(1)), last)
+            if w_carries:
+                put_columns(raw, w_to + following, wd_to + following, book)
+            if carries:
+                put_rows(x_words, x_scales, x_to + following, xd_to + following)
+            b = min(uint32(block + uint32(2)), last)
             if w_carries:
                 fetch(raw, wq, wd, starts, blocks, b)
             if carries:
                 fetch_rows(x_words, x_scales, xq, xd, x_from, b)
-            multiply_block(acc, bias, x_here + now, w_here + now, xd_here + now, wd_here + now, lane)
-            if w_carries:
-                put_columns(raw, w_to + following, wd_to + following, thread, book)
-            if carries:
-                put_rows(x_words, x_scales, start + following, xd_to + following, thread)
+            multiply_block(acc, bias, x_here + now, w_here + now, xd_here + now, wd_here + now)
             cuda.syncthreads()
             now, following = following, now
             block = uint32(block + uint32(1))
@@ -504,7 +504,7 @@ def tensor_kernel(format, shape, instruction):
         for i in range(2 * rows):
             row = uint32(first_row + uint32(16 * (i >> 1) + row_step * (i & 1)))
             for j in range(2 * columns):
-                column = uint32(first_column + uint32(column_at(j >> 1) + (j & 1)))
+                column = uint32(first_column + uint32(16 * (j >> 2) + column_step * ((j >> 1) & 1) + (j & 1)))
                 at = uint32(row * stride + column)
                 if row < n_rows and column < n:
                     total = acc[i >> 1, j >> 1, 2 * (i & 1) + (j & 1)]
@@ -513,7 +513,7 @@ def tensor_kernel(format, shape, instruction):
     return gemm_tensor_kernel
 
 
-TILES = {"64 x 128": (4, 4, 1, 4, 3), "32 x 128": (2, 4, 1, 4, 4), "128 x 128": (4, 4, 2, 4, 2)}
+TILES = {"64 x 128": (2, 8, 2, 2, 3), "32 x 128": (2, 4, 1, 4, 4), "128 x 128": (2, 8, 4, 2, 2)}
 SHAPES = {name + " converted" * converts: Shape(*tile, converts) for converts in (False, True)
           for name, tile in TILES.items()}
 # For Q8_0 alone: a format with two dots for a block would not have the registers.
