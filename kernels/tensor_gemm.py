@@ -57,7 +57,6 @@ class Shape(NamedTuple):
     down: int       # warps one below the other
     across: int     # warps side by side
     resident: int   # blocks of threads for which an SM has registers; one less with two dots, or with halves
-    converts: bool  # dots become floats by a conversion; otherwise by their bias
 
     @property
     def threads(self):
@@ -133,18 +132,21 @@ def two_dots(format):
 class Form(NamedTuple):
     """How tensor cores make the dots of 16 rows of x with 16 columns of w.
 
-    row_bytes: of a block of a row of x or of a column of w, in shared memory. kind: of the dots. words: which a lane
-    holds of 16 rows, or of 16 columns. row_step: from a lane's first row of 16 to its second; column_step: from its
-    first pair of columns of 16 to its second.
+    row_bytes: of a block of a row of x or of a column of w, in shared memory. kind: of the dots. begin: what each of
+    them starts from; as_float(dot): its value, float32. words: which a lane holds of 16 rows, or of 16 columns.
+    row_step: from a lane's first row of 16 to its second; column_step: from its first pair of columns of 16 to its
+    second.
 
     The rest are device functions. place(row, half): where the 16 bytes of half a block of a row lie; the other half is
     at this address ^ row_bytes / 2. store(at, w0, ..., w3): stores half a block. row_place(lane), column_place(lane):
-    where a lane loads what `load` brings it: load_rows(a, at), load_columns(b, at). multiply(dots, a, b, bias): dots
-    [2, 4 or 8] <- the dots with the first pair of columns and with the second; where a block has two dots, first those
-    of its first half. own_row(lane), own_column(lane): the first that it has dots of.
+    where a lane loads. load(words, at): loads what `multiply` takes of 16 rows or of 16 columns. multiply(dots, a, b,
+    bias): dots [2, 4 or 8] <- the dots with the lane's first pair of columns and with its second; where a block has two
+    dots, first those of its first half. own_row(lane), own_column(lane): the first that it has dots of.
     """
     row_bytes: int
     kind: type
+    begin: int
+    as_float: Callable
     words: int
     row_step: int
     column_step: int
@@ -152,15 +154,15 @@ class Form(NamedTuple):
     store: Callable
     row_place: Callable
     column_place: Callable
-    load_rows: Callable
-    load_columns: Callable
+    load: Callable
     multiply: Callable
     own_row: Callable
     own_column: Callable
 
 
-def form_of_bytes(two, is_small):
-    """Products of int8. two: with two dots, of the halves of a block. is_small: from 8 rows x 8 columns x 16 of k."""
+def form_of_bytes(two, is_small=False, converts=False):
+    """Products of int8. two: with two dots, of the halves of a block. is_small: from 8 rows x 8 columns x 16 of k.
+    converts: by a conversion a dot becomes a float; otherwise by its bias."""
     @cuda.jit(device=True, forceinline=True)
     def place(row, half):
         swapped = uint32(half ^ uint32(uint32(row >> uint32(2)) & uint32(1)))
@@ -225,8 +227,9 @@ def form_of_bytes(two, is_small):
 
     product = (multiply_small_halves if is_small else multiply_halves) if two else \
         multiply_small if is_small else multiply
-    return Form(BLOCK, int32, 4, 8, 8, place, store, row_place, column_place, load, load, product, own_row,
-                own_column)
+    begin, as_float = (0, float32) if converts else (BIAS_WORD, unbias)
+    return Form(BLOCK, int32, begin, as_float, 4, 8, 8, place, store, row_place, column_place, load, product,
+                own_row, own_column)
 
 
 def form_of_halves(two):
@@ -297,12 +300,13 @@ def form_of_halves(two):
     def own_column(lane):
         return uint32(uint32(lane & uint32(2)) + uint32(lane & uint32(8)))
 
-    return Form(2 * BLOCK, float32, 16, 2, 4, place, store, row_place, column_place, load, load, multiply, own_row,
-                own_column)
+    return Form(2 * BLOCK, float32, 0, float32, 16, 2, 4, place, store, row_place, column_place, load, multiply,
+                own_row, own_column)
 
 
-# mma -> (the oldest architecture that has it, its Form for a format with one dot for a block or with two).
-INSTRUCTIONS = {"m16n8k32": ((8, 0), partial(form_of_bytes, is_small=False)),
+# Name -> (the oldest architecture for which it is, its Form for a format with one dot for a block or with two).
+INSTRUCTIONS = {"m16n8k32 converted": ((8, 6), partial(form_of_bytes, converts=True)),
+                "m16n8k32": ((8, 0), form_of_bytes),
                 "m8n8k16": ((7, 5), partial(form_of_bytes, is_small=True)), "m8n8k4": ((7, 0), form_of_halves)}
 
 
@@ -331,16 +335,16 @@ def adder(format, as_float):
 
 def tensor_kernel(format, shape, instruction):
     """The kernel for a weight format and a Shape."""
-    rows, columns, down, _, resident, converts = shape
+    rows, columns, down, _, resident = shape
     threads, tile_rows, tile_columns, w_threads = shape.threads, shape.tile_rows, shape.tile_columns, shape.carriers
     each, n_scales, minima, raw_words = tile_columns // w_threads, format.n_scales, format.minima, format.raw_words
     assert each * w_threads == tile_columns
     x_parts, carrying = max(2 * tile_rows // threads, 1), min(2 * tile_rows // 32, threads // 32)
     begin, fetch, w_is_halves = carriers(format, shape)
     form = INSTRUCTIONS[instruction][1](two_dots(format))
-    add_dots = adder(format, unbias if form.kind == int32 and not converts else float32)
-    row_bytes, kind, words, row_step, column_step, place, store, row_place, column_place, load_rows, load_columns, \
+    row_bytes, kind, start_from, as_float, words, row_step, column_step, place, store, row_place, column_place, load, \
         multiply, own_row, own_column = form
+    add_dots = adder(format, as_float)
     unpack, integers, load_book, n_dots = format.unpack, format.halves, format.load_book, 8 if two_dots(format) else 4
     per_row, half_bytes = 1 + minima, row_bytes // 2
     xd_at, w_at = row_bytes * tile_rows, (row_bytes + 4 * per_row) * tile_rows
@@ -399,7 +403,7 @@ def tensor_kernel(format, shape, instruction):
     def multiply_columns(acc, first, end, bias, a, x_scales, w_at, wd_here):
         for c in range(first, end, 2):
             b, w_scales = cuda.local.array(words, uint32), cuda.local.array((2, n_scales, 2), uint32)
-            load_columns(b, w_at + uint64(8 * row_bytes * c))
+            load(b, w_at + uint64(8 * row_bytes * c))
             for j in range(2):
                 for s in range(n_scales):
                     at = wd_here + uint64(4 * (tile_columns * s + 8 * c + column_step * j))
@@ -415,7 +419,7 @@ def tensor_kernel(format, shape, instruction):
         """acc += one block of k."""
         a, x_scales = cuda.local.array((rows, words), uint32), cuda.local.array((rows, per_row, 2), float32)
         for r in range(rows):
-            load_rows(a[r], x_at + uint64(16 * row_bytes * r))
+            load(a[r], x_at + uint64(16 * row_bytes * r))
             for p in range(per_row):
                 for i in range(2):
                     at = xd_here + uint64(4 * (tile_rows * p + 16 * r + row_step * i))
@@ -469,7 +473,7 @@ def tensor_kernel(format, shape, instruction):
                     acc[r, c, i] = float32(0.0)
         bias = cuda.local.array(4, int32)
         for i in range(4):      # k is a multiple of 32, so it adds nothing
-            bias[i] = int32(0) if converts else int32(uint32(BIAS_WORD) | uint32(k & uint32(1 << i)))
+            bias[i] = int32(uint32(start_from) | uint32(k & uint32(1 << i))) if start_from else int32(0)
         book = load_book(thread, uint32(threads))
         if w_carries:
             fetch(raw, wq, wd, starts, blocks, uint32(0))
@@ -513,16 +517,14 @@ def tensor_kernel(format, shape, instruction):
     return gemm_tensor_kernel
 
 
-TILES = {"64 x 128": (2, 8, 2, 2, 3), "32 x 128": (2, 4, 1, 4, 4), "128 x 128": (2, 8, 4, 2, 2)}
-SHAPES = {name + " converted" * converts: Shape(*tile, converts) for converts in (False, True)
-          for name, tile in TILES.items()}
-# For Q8_0 alone: a format with two dots for a block would not have the registers.
-WIDE = {"128 x 128 of 4 warps": Shape(4, 8, 2, 2, 2, False)}
+SHAPES = {"128 x 128": Shape(2, 8, 4, 2, 2), "64 x 128": Shape(2, 8, 2, 2, 3), "32 x 128": Shape(2, 4, 1, 4, 4)}
+# For formats without minima, and with one dot for a block: others would not have the registers. Nor would halves.
+WIDE = {"128 x 128 of 4 warps": Shape(4, 8, 2, 2, 2)}
+SMALLEST = SHAPES["32 x 128"]
 
 # Shapes that `shape_for` chooses from -> (the time of a block of threads that has an SM for itself, the time that each
-# further block adds), per weight of a row and in the unit of q8_gemm.block_time. Measured on an H100 with m16n8k32.
-TIMES = {SHAPES["128 x 128 converted"]: (20.5, 17.1), SHAPES["64 x 128 converted"]: (12.0, 9.6),
-         SHAPES["32 x 128 converted"]: (8.1, 7.4)}
+# further block adds), per weight of a row and in the unit of q8_gemm.block_time. Measured on an H100.
+TIMES = {SHAPES["128 x 128"]: (20.5, 17.1), SHAPES["64 x 128"]: (12.0, 9.6), SHAPES["32 x 128"]: (8.1, 7.4)}
 
 
 def tile_work(card, n, rows, shape):
@@ -553,9 +555,6 @@ def shape_for(card, n, rows, format, concurrent=False):
     return min(TIMES, key=lambda shape: time(card, n, rows, shape))
 
 
-SMALLEST = SHAPES["32 x 128 converted"]
-
-
 def relative_time(card, n, k, micro_batches, format=FORMATS["Q8_0"]):
     """The time of a product over all micro-batches of a prompt, as q8_gemm.relative_time, and in the same unit."""
     if len(micro_batches) == 1:
@@ -573,7 +572,7 @@ def tensor(format, shape, instruction):
 
 
 def instruction_of(card):
-    """The key of INSTRUCTIONS that a card has, or None. The emulated card has all."""
+    """The key of INSTRUCTIONS for a card, or None. The emulated card has all."""
     return next((name for name, (oldest, _) in INSTRUCTIONS.items()
                  if card.kind == "emulated" or card.cc >= oldest), None)
 
@@ -582,7 +581,7 @@ def gemm(card, y, stride, w, x, rows, add=False, *, stream=None, concurrent=Fals
     """y <- (y +) x . w^T, as `gemm` of kernels/q8_gemm.py.
 
     concurrent: as in `shape_for`, which chooses the Shape where `shape` is None. instruction: one of INSTRUCTIONS; None
-    takes the largest that the card has."""
+    takes that of the card."""
     format, instruction = FORMATS[w.format], instruction or instruction_of(card)
     shape = shape or shape_for(card, w.n, rows, format, concurrent)
     grid = (-(-rows // shape.tile_rows), -(-w.n // shape.tile_columns))
