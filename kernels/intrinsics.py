@@ -427,19 +427,18 @@ def nanoseconds(context):
 # never calls `let_next_begin` draws the same line, if it ends with a fence: all before it have ended, and none behind
 # it begins before it has ended (kernels/advance.py). Code for older cards contains neither call (kernels/compile.py).
 
-def _dependency(word):
+def _order(text):
     def typing(context):
         def codegen(context, builder, signature, values):
-            function = ir.FunctionType(ir.VoidType(), [])
-            builder.asm(function, f"griddepcontrol.{word};", "~{memory}", [], True)
+            builder.asm(ir.FunctionType(ir.VoidType(), []), text, "~{memory}", [], True)
             return context.get_dummy_value()
         return types.void(), codegen
 
     return typing
 
 
-let_next_begin = intrinsic(_dependency("launch_dependents"))
-wait_for_previous = intrinsic(_dependency("wait"))  # waits until it has ended and its writes are visible
+let_next_begin = intrinsic(_order("griddepcontrol.launch_dependents;"))
+wait_for_previous = intrinsic(_order("griddepcontrol.wait;"))  # waits until it has ended and its writes are visible
 
 
 # `early` is an option of the kernels that carry a sequence on (kernels/gdn_decode.py, kernels/attend_decode.py). With
@@ -534,6 +533,40 @@ def store_shared4(context, address, w0, w1, w2, w3):
     """Writes 16 bytes at an address in shared memory."""
     return types.void(types.uint64, *[uint32] * 4), lambda context, builder, signature, values: _store(
         context, builder, _shared_pointer(builder, values[0], 4), values[1:])
+
+
+# Copies from global to shared memory that pass no register, from sm_80 on. A thread starts copies and commits them as a
+# group. Once it has waited for a group it sees what the group has brought; other threads see it behind a barrier.
+
+@intrinsic
+def global_address(context, array):
+    """The address of an array in global memory -> uint64."""
+    def codegen(context, builder, signature, values):
+        data = context.make_array(signature.args[0])(context, builder, values[0]).data
+        return builder.ptrtoint(builder.addrspacecast(data, ir.IntType(8).as_pointer(_GLOBAL)), ir.IntType(64))
+    return uint64(array), codegen
+
+
+def _copy(n_bytes, cache, doc):
+    def typing(context, to, source):
+        def codegen(context, builder, signature, values):
+            function = ir.FunctionType(ir.VoidType(), [ir.IntType(64)] * 2)
+            text = f"cp.async.{cache}.shared.global [$0], [$1], {n_bytes};"
+            builder.asm(function, text, "l,l,~{memory}", values, True)
+            return context.get_dummy_value()
+        return types.void(uint64, uint64), codegen
+    typing.__doc__ = doc
+    return intrinsic(typing)
+
+
+start_copy = _copy(4, "ca", "Starts to copy 4 bytes to a shared address from a global one.")
+start_copy4 = _copy(16, "cg", "Starts to copy 16 bytes to a shared address from a global one, past the L1 cache.")
+commit_copies = intrinsic(_order("cp.async.commit_group;"))
+
+
+def wait_for_copies(n):
+    """An intrinsic () that waits until at most `n` groups of the thread, the last ones, are on their way."""
+    return intrinsic(_order(f"cp.async.wait_group {n};"))
 
 
 # ---- int32 -> float32 without a conversion instruction -----------------------------------------------------

@@ -42,10 +42,11 @@ from numba.types import float32, int32, uint32, uint64
 from kernels import q8_gemm
 from kernels.bench import Case, main
 from kernels.formats import BLOCK, FORMATS, as_words, on_card, random_raw
-from kernels.intrinsics import (BIAS_WORD, float_as_word, hadd2, load_matrices, load_shared, load_shared2,
-                                load_shared4, load_words4, mma_f16_8x8x4, mma_s8_8x8x16, mma_s8_16x8x16,
-                                mma_s8_16x8x32, opaque_address, prmt, shared_address, store_shared, store_shared4,
-                                unbias, warp_number, word_as_float, word_sum)
+from kernels.intrinsics import (BIAS_WORD, commit_copies, float_as_word, global_address, hadd2, load_matrices,
+                                load_shared, load_shared2, load_shared4, load_words4, mma_f16_8x8x4, mma_s8_8x8x16,
+                                mma_s8_16x8x16, mma_s8_16x8x32, opaque_address, prmt, shared_address, start_copy,
+                                start_copy4, store_shared, store_shared4, unbias, wait_for_copies, warp_number,
+                                word_as_float, word_sum)
 from kernels.operands import Matrix, Quantized
 from kernels.q8_gemv import random_activations
 
@@ -77,7 +78,8 @@ class Shape(NamedTuple):
 
 
 def carriers(format, shape):
-    """How a thread carries blocks of w from global to shared memory: (begin, fetch, is_halves).
+    """How a thread carries blocks of w from global to shared memory: (begin, fetch, is_halves). A thread is one of
+    the carriers of the Shape.
 
     begin(starts, first, last, thread, blocks): where its blocks start in global memory, in a tile of columns that
     begins at `first`; in place of columns past `last` it takes column `last`. fetch(raw, wq, wd, starts, blocks, b):
@@ -132,10 +134,10 @@ def two_dots(format):
 class Form(NamedTuple):
     """How tensor cores make the dots of 16 rows of x with 16 columns of w.
 
-    row_bytes: of a block of a row of x or of a column of w, in shared memory. kind: of the dots. begin: what each of
-    them starts from; as_float(dot): its value, float32. words: which a lane holds of 16 rows, or of 16 columns.
-    row_step: from a lane's first row of 16 to its second; column_step: from its first pair of columns of 16 to its
-    second.
+    row_bytes: of a block of a row of x or of a column of w, in shared memory. copies: whether int8 may go there from
+    global memory through no register. kind: of the dots; as_float: for each of a lane's two pairs of columns of 16 the
+    function of a dot that gives its value, float32. words: which a lane holds of 16 rows, or of 16 columns. row_step:
+    from a lane's first row of 16 to its second; column_step: from its first pair of columns to its second.
 
     The rest are device functions. place(row, half): where the 16 bytes of half a block of a row lie; the other half is
     at this address ^ row_bytes / 2. store(at, w0, ..., w3): stores half a block. row_place(lane), column_place(lane):
@@ -144,9 +146,9 @@ class Form(NamedTuple):
     dots, first those of its first half. own_row(lane), own_column(lane): the first that it has dots of.
     """
     row_bytes: int
+    copies: bool
     kind: type
-    begin: int
-    as_float: Callable
+    as_float: tuple
     words: int
     row_step: int
     column_step: int
@@ -160,9 +162,9 @@ class Form(NamedTuple):
     own_column: Callable
 
 
-def form_of_bytes(two, is_small=False, converts=False):
+def form_of_bytes(two, is_small=False, converts=False, copies=False):
     """Products of int8. two: with two dots, of the halves of a block. is_small: from 8 rows x 8 columns x 16 of k.
-    converts: by a conversion a dot becomes a float; otherwise by its bias."""
+    converts: the dots with a lane's first pair of columns become floats by a conversion, not by their bias."""
     @cuda.jit(device=True, forceinline=True)
     def place(row, half):
         swapped = uint32(half ^ uint32(uint32(row >> uint32(2)) & uint32(1)))
@@ -188,17 +190,21 @@ def form_of_bytes(two, is_small=False, converts=False):
         words[0], words[1], words[2], words[3] = load_matrices(at)
 
     @cuda.jit(device=True, forceinline=True)
+    def begin(bias, j):
+        if converts and j == 0:
+            return int32(0), int32(0), int32(0), int32(0)
+        return bias[0], bias[1], bias[2], bias[3]
+
+    @cuda.jit(device=True, forceinline=True)
     def multiply(dots, a, b, bias):
-        start = bias[0], bias[1], bias[2], bias[3]
         for j in range(2):
-            to = dots[j]
+            to, start = dots[j], begin(bias, j)
             to[0], to[1], to[2], to[3] = mma_s8_16x8x32((a[0], a[1], a[2], a[3]), (b[2 * j], b[2 * j + 1]), start)
 
     @cuda.jit(device=True, forceinline=True)
     def multiply_halves(dots, a, b, bias):
-        start = bias[0], bias[1], bias[2], bias[3]
         for j in range(2):
-            to = dots[j]
+            to, start = dots[j], begin(bias, j)
             to[0], to[1], to[2], to[3] = mma_s8_16x8x16((a[0], a[1]), (b[2 * j],), start)
             to[4], to[5], to[6], to[7] = mma_s8_16x8x16((a[2], a[3]), (b[2 * j + 1],), start)
 
@@ -227,9 +233,8 @@ def form_of_bytes(two, is_small=False, converts=False):
 
     product = (multiply_small_halves if is_small else multiply_halves) if two else \
         multiply_small if is_small else multiply
-    begin, as_float = (0, float32) if converts else (BIAS_WORD, unbias)
-    return Form(BLOCK, int32, begin, as_float, 4, 8, 8, place, store, row_place, column_place, load, product,
-                own_row, own_column)
+    return Form(BLOCK, copies, int32, (float32 if converts else unbias, unbias), 4, 8, 8, place, store, row_place,
+                column_place, load, product, own_row, own_column)
 
 
 def form_of_halves(two):
@@ -300,13 +305,13 @@ def form_of_halves(two):
     def own_column(lane):
         return uint32(uint32(lane & uint32(2)) + uint32(lane & uint32(8)))
 
-    return Form(2 * BLOCK, float32, 0, float32, 16, 2, 4, place, store, row_place, column_place, load, multiply,
-                own_row, own_column)
+    return Form(2 * BLOCK, False, float32, (float32, float32), 16, 2, 4, place, store, row_place, column_place, load,
+                multiply, own_row, own_column)
 
 
 # Name -> (the oldest architecture for which it is, its Form for a format with one dot for a block or with two).
-INSTRUCTIONS = {"m16n8k32 converted": ((8, 6), partial(form_of_bytes, converts=True)),
-                "m16n8k32": ((8, 0), form_of_bytes),
+INSTRUCTIONS = {"m16n8k32 mixed": ((8, 6), partial(form_of_bytes, converts=True, copies=True)),
+                "m16n8k32": ((8, 0), partial(form_of_bytes, copies=True)),
                 "m8n8k16": ((7, 5), partial(form_of_bytes, is_small=True)), "m8n8k4": ((7, 0), form_of_halves)}
 
 
@@ -342,17 +347,21 @@ def tensor_kernel(format, shape, instruction):
     x_parts, carrying = max(2 * tile_rows // threads, 1), min(2 * tile_rows // 32, threads // 32)
     begin, fetch, w_is_halves = carriers(format, shape)
     form = INSTRUCTIONS[instruction][1](two_dots(format))
-    row_bytes, kind, start_from, as_float, words, row_step, column_step, place, store, row_place, column_place, load, \
+    row_bytes, copies, kind, as_float, words, row_step, column_step, place, store, row_place, column_place, load, \
         multiply, own_row, own_column = form
-    add_dots = adder(format, as_float)
+    add_first, add_second = (adder(format, each) for each in as_float)
     unpack, integers, load_book, n_dots = format.unpack, format.halves, format.load_book, 8 if two_dots(format) else 4
     per_row, half_bytes = 1 + minima, row_bytes // 2
+    copies_x, copies_w = copies and not minima, copies and not minima and w_is_halves
+    buffers = 3 if copies_x else 2
+    wait = wait_for_copies(buffers - 2)
     xd_at, w_at = row_bytes * tile_rows, (row_bytes + 4 * per_row) * tile_rows
     wd_at = w_at + row_bytes * tile_columns
     buffer = wd_at + 4 * n_scales * tile_columns
     resident = max(resident - (n_dots == 8 or row_bytes == 64), 1)
-    shared_words, is_partial, w_warps = 2 * buffer // 4, carrying < threads // 32, w_threads // 32
-    w_is_partial = w_threads < threads
+    shared_words, end, is_partial = buffers * buffer // 4, buffers * buffer, carrying < threads // 32
+    w_warps, w_is_partial = w_threads // 32, w_threads < threads
+    scale_parts, scale_warps, x_is_partial = -(-tile_rows // threads), tile_rows // 32, tile_rows < threads
     # From the first 16 bytes of a thread's block of w to the second, in shared memory.
     step, flip = (row_bytes * w_threads // 2, 0) if w_is_halves else (0, half_bytes)
 
@@ -365,9 +374,10 @@ def tensor_kernel(format, shape, instruction):
             if integers:
                 scales[1] = float_as_word(float32(int32(scales[1])))
                 scales[2] = float_as_word(float32(int32(scales[2])))
-            here = to + uint64(row_bytes * w_threads * i)
-            store(here, w[0], w[1], w[2], w[3])
-            store((here ^ uint64(flip)) + uint64(step), w[4], w[5], w[6], w[7])
+            if not copies_w:
+                here = to + uint64(row_bytes * w_threads * i)
+                store(here, w[0], w[1], w[2], w[3])
+                store((here ^ uint64(flip)) + uint64(step), w[4], w[5], w[6], w[7])
             for s in range(n_scales):
                 store_shared(scale_to + uint64(4 * (tile_columns * s + w_threads * i)), scales[s])
 
@@ -400,6 +410,26 @@ def tensor_kernel(format, shape, instruction):
             scales[p] = xd[uint32(uint32(x_from[p] >> uint32(5)) + b)]
 
     @cuda.jit(device=True, forceinline=True)
+    def copy_columns(to, wq, starts, b):
+        source = global_address(wq) + uint64(uint32(b << uint32(5)))
+        for i in range(each):
+            for j in range(2):
+                here = to + uint64(row_bytes * w_threads * i + step * j)
+                start_copy4(here, source + uint64(starts[i, j]))
+
+    @cuda.jit(device=True, forceinline=True)
+    def copy_rows(to, xq, x_from, b):
+        source = global_address(xq) + uint64(uint32(b << uint32(5)))
+        for p in range(x_parts):
+            start_copy4(to + uint64(row_bytes * threads // 2 * p), source + uint64(x_from[p]))
+
+    @cuda.jit(device=True, forceinline=True)
+    def copy_scales(to, xd, xd_from, b):
+        source = global_address(xd) + uint64(uint32(b << uint32(2)))
+        for p in range(scale_parts):
+            start_copy(to + uint64(4 * threads * p), source + uint64(xd_from[p]))
+
+    @cuda.jit(device=True, forceinline=True)
     def multiply_columns(acc, first, end, bias, a, x_scales, w_at, wd_here):
         for c in range(first, end, 2):
             b, w_scales = cuda.local.array(words, uint32), cuda.local.array((2, n_scales, 2), uint32)
@@ -411,8 +441,8 @@ def tensor_kernel(format, shape, instruction):
             dots = cuda.local.array((2, n_dots), kind)
             for r in range(rows):
                 multiply(dots, a[r], b, bias)
-                for j in range(2):
-                    add_dots(acc[r, c + j], dots[j], w_scales[j], x_scales[r])
+                add_first(acc[r, c], dots[0], w_scales[0], x_scales[r])
+                add_second(acc[r, c + 1], dots[1], w_scales[1], x_scales[r])
 
     @cuda.jit(device=True, forceinline=True)
     def multiply_block(acc, bias, x_at, w_at, xd_here, wd_here):
@@ -436,6 +466,7 @@ def tensor_kernel(format, shape, instruction):
         blocks = uint32(k >> uint32(5))
         last = uint32(blocks - uint32(1))
         carries, w_carries = not is_partial or warp < uint32(carrying), not w_is_partial or warp < uint32(w_warps)
+        scale_carries = not x_is_partial or warp < uint32(scale_warps)
 
         # What this thread carries from global to shared memory.
         starts, raw = cuda.local.array((each, 3), uint32), cuda.local.array((each, raw_words), uint32)
@@ -446,6 +477,10 @@ def tensor_kernel(format, shape, instruction):
             row = min(uint32(first_row + uint32(p * threads // 2) + uint32(thread >> uint32(1))),
                       uint32(n_rows - uint32(1)))
             x_from[p] = uint32(uint32(row * k) + uint32(uint32(thread & uint32(1)) << uint32(4)))
+        xd_from = cuda.local.array(scale_parts, uint32)
+        for p in range(scale_parts):
+            row = min(uint32(first_row + uint32(p * threads) + thread), uint32(n_rows - uint32(1)))
+            xd_from[p] = uint32(uint32(row * blocks) << uint32(2))
 
         # Addresses in shared memory, in the first buffer: where the thread stores, and where the lane reads.
         start = shared_address(cuda.shared.array(shared_words, uint32, alignment=128))
@@ -455,8 +490,11 @@ def tensor_kernel(format, shape, instruction):
         if not w_is_halves:
             w_to = opaque_address(start + place(thread, uint32(0)) + uint64(w_at))
         wd_to = opaque_address(start + uint64(wd_at) + uint64(uint32(thread << uint32(2))))
-        xd_to = opaque_address(start + uint64(xd_at) + uint64(uint32(pair << uint32(2))) + uint64(
-            uint32(odd * uint32(4 * tile_rows))))
+        if copies_x:
+            xd_to = opaque_address(start + uint64(xd_at) + uint64(uint32(thread << uint32(2))))
+        else:
+            xd_to = opaque_address(start + uint64(xd_at) + uint64(uint32(pair << uint32(2))) + uint64(
+                uint32(odd * uint32(4 * tile_rows))))
         warp_row = uint32(uint32(warp % uint32(down)) * uint32(16 * rows))
         warp_column = uint32(uint32(warp // uint32(down)) * uint32(8 * columns))
         x_here = opaque_address(start + row_place(lane) + uint64(uint32(warp_row * uint32(row_bytes))))
@@ -473,36 +511,59 @@ def tensor_kernel(format, shape, instruction):
                     acc[r, c, i] = float32(0.0)
         bias = cuda.local.array(4, int32)
         for i in range(4):      # k is a multiple of 32, so it adds nothing
-            bias[i] = int32(uint32(start_from) | uint32(k & uint32(1 << i))) if start_from else int32(0)
+            bias[i] = int32(uint32(BIAS_WORD) | uint32(k & uint32(1 << i)))
         book = load_book(thread, uint32(threads))
-        if w_carries:
-            fetch(raw, wq, wd, starts, blocks, uint32(0))
-            put_columns(raw, w_to, wd_to, book)
-        if carries:
-            fetch_rows(x_words, x_scales, xq, xd, x_from, uint32(0))
-            put_rows(x_words, x_scales, x_to, xd_to)
-        b = min(uint32(1), last)
-        if w_carries:
-            fetch(raw, wq, wd, starts, blocks, b)
-        if carries:
-            fetch_rows(x_words, x_scales, xq, xd, x_from, b)
-        cuda.syncthreads()
-        now, following = uint64(0), uint64(buffer)
-        block = uint32(0)
-        while block < blocks:
-            if w_carries:
-                put_columns(raw, w_to + following, wd_to + following, book)
-            if carries:
-                put_rows(x_words, x_scales, x_to + following, xd_to + following)
-            b = min(uint32(block + uint32(2)), last)
+        filling, block = uint64(0), uint32(0)
+        for _ in range(buffers - 1):
+            b = min(block, last)
             if w_carries:
                 fetch(raw, wq, wd, starts, blocks, b)
-            if carries:
+                put_columns(raw, w_to + filling, wd_to + filling, book)
+                if copies_w:
+                    copy_columns(w_to + filling, wq, starts, b)
+            if carries and copies_x:
+                copy_rows(x_to + filling, xq, x_from, b)
+            if scale_carries and copies_x:
+                copy_scales(xd_to + filling, xd, xd_from, b)
+            if carries and not copies_x:
+                fetch_rows(x_words, x_scales, xq, xd, x_from, b)
+                put_rows(x_words, x_scales, x_to + filling, xd_to + filling)
+            if copies_x:
+                commit_copies()
+            filling, block = filling + uint64(buffer), uint32(block + uint32(1))
+        b = min(block, last)
+        if w_carries:
+            fetch(raw, wq, wd, starts, blocks, b)
+        if carries and not copies_x:
+            fetch_rows(x_words, x_scales, xq, xd, x_from, b)
+        now, done = uint64(0), uint32(0)
+        while done < blocks:
+            if copies_x:
+                wait()
+            cuda.syncthreads()
+            if w_carries:
+                put_columns(raw, w_to + filling, wd_to + filling, book)
+                if copies_w:
+                    copy_columns(w_to + filling, wq, starts, b)
+            if carries and copies_x:
+                copy_rows(x_to + filling, xq, x_from, b)
+            if scale_carries and copies_x:
+                copy_scales(xd_to + filling, xd, xd_from, b)
+            if copies_x:
+                commit_copies()
+            if carries and not copies_x:
+                put_rows(x_words, x_scales, x_to + filling, xd_to + filling)
+            block = uint32(block + uint32(1))
+            b = min(block, last)
+            if w_carries:
+                fetch(raw, wq, wd, starts, blocks, b)
+            if carries and not copies_x:
                 fetch_rows(x_words, x_scales, xq, xd, x_from, b)
             multiply_block(acc, bias, x_here + now, w_here + now, xd_here + now, wd_here + now)
-            cuda.syncthreads()
-            now, following = following, now
-            block = uint32(block + uint32(1))
+            now, filling = now + uint64(buffer), filling + uint64(buffer)
+            now = uint64(0) if now == uint64(end) else now
+            filling = uint64(0) if filling == uint64(end) else filling
+            done = uint32(done + uint32(1))
 
         first_row, first_column = uint32(first_row + lane_row), uint32(first_column + lane_column)
         for i in range(2 * rows):
@@ -547,9 +608,10 @@ def shape_for(card, n, rows, format, concurrent=False):
     """The Shape with which a product takes the least time. format: that of the weights. concurrent: other kernels run
     at the same time and use the SMs that this product leaves idle, so that only the work of its blocks counts.
 
-    The emulated card has one Shape: a kernel takes it long to compile, and its processors are never partly idle.
+    The emulated card has one Shape, unless it is like another card: a kernel takes it long to compile, and its
+    processors are never partly idle.
     """
-    if card.kind == "emulated":
+    if card.kind == "emulated" and not getattr(card, "like", None):
         return SMALLEST
     time = tile_work if concurrent else tile_time
     return min(TIMES, key=lambda shape: time(card, n, rows, shape))

@@ -51,7 +51,7 @@ def test_neither_memory_error_nor_race(name, instruction, one_tile):
     tensor_gemm.check(card, 130, k, rows, shape=SMALL, format=format, instruction=instruction)
 
 
-ARCHITECTURES = {(7, 0): "m8n8k4", (7, 5): "m8n8k16", (8, 0): "m16n8k32", (9, 0): "m16n8k32 converted"}
+ARCHITECTURES = {(7, 0): "m8n8k4", (7, 5): "m8n8k16", (8, 0): "m16n8k32", (9, 0): "m16n8k32 mixed"}
 
 
 @pytest.mark.parametrize("cc", ARCHITECTURES, ids=str)

@@ -280,7 +280,26 @@ class _Reader:
             result, *sources = instr.operands
             return [replace(instr, operands=tuple(sources)),
                     replace(instr, name="barrier_result", operands=(result,))]
+        if instr.name == "cp":
+            return self.copy(instr)
         return [instr]
+
+    def copy(self, instr):
+        """A copy that a thread need not wait for is made at once, by a load and a store. So no wait is missed here; a
+        barrier that is missing is found as that of any other store."""
+        if instr.mods in (("async", "commit_group"), ("async", "wait_group"), ("async", "wait_all")):
+            return []
+        if instr.mods[:1] + instr.mods[2:] != ("async", "shared", "global") or len(instr.operands) != 3:
+            raise instr.unsupported()
+        to, source, size = instr.operands
+        if (instr.mods[1], size.value) not in (("ca", 4), ("ca", 8), ("ca", 16), ("cg", 16)):
+            raise instr.unsupported()
+        words = tuple(Reg(f"copied@{i}") for i in range(size.value // 4))
+        self.function.registers |= {word.name: "u32" for word in words}
+        what = ("u32",) if len(words) == 1 else (f"v{len(words)}", "u32")
+        held = words[0] if len(words) == 1 else Pack(words)
+        return [replace(instr, name="ld", mods=("global", *what), operands=(held, source)),
+                replace(instr, name="st", mods=("shared", *what), operands=(to, held))]
 
     def header(self, statement):
         match = _HEADER.match(statement)
