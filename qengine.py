@@ -101,6 +101,7 @@ from kernels.kv_cache import Pages
 from kernels.kv_formats import KV_FORMATS
 from kernels.open import open_cards
 from kernels.operands import Experts, Matrix
+from kernels.products import Products, measure_products
 from kernels.quant_gemv import decoder_of
 from kernels.records import CHECK_ROWS, Pending, Places, Projected, States
 from kernels.rope import QKV, Heads, Rotary
@@ -670,8 +671,10 @@ class Model:
     """The forward pass of a range of layers on one card. The cache, whose states and pages the layers change, is the
     caller's. Every float operation is a kernel of kernels/ on `card`; here is only their order."""
 
-    def __init__(self, loader: Loader, config: Config, layers: range, progress=iter, drafts: bool = True):
-        """drafts: whether the draft block is loaded, if the model has one. It lives on the last card."""
+    def __init__(self, loader: Loader, config: Config, layers: range, progress=iter, drafts: bool = True,
+                 wish: str = "auto"):
+        """drafts: whether the draft block is loaded, if the model has one. It lives on the last card. wish: of the
+        products of prompts, see kernels/products.py."""
         self.card, self.config, self.first_layer = loader.card, config, layers.start
         is_last = layers.stop == config.n_layers
         drafts = drafts and is_last and config.n_nextn > 0
@@ -693,6 +696,7 @@ class Model:
         self.blocks = self.layers + ([self.block.layer] if drafts else [])
         self.numbers = range(layers.start, layers.stop + drafts)        # of these blocks
         self.stride = max(stack.stride for layer in self.blocks for stack in layer.stacks())
+        self.products = Products.of(self.card, wish)       # of prompts
         self.gemv = self.gemm = None    # a user's own products of Q8_0 matrices, see `Engine.use`
 
     def work(self) -> Work:
@@ -839,7 +843,7 @@ class Model:
             elif decodes:
                 q8_gemv.gemv(card, decoder_of(matrix), *arguments)
             else:
-                q8_gemm.gemm(card, *arguments, concurrent=run.shares_card)
+                self.products.multiply(*arguments, concurrent=run.shares_card)
         else:
             product = float_matmul.gemv_float if decodes else float_matmul.gemm_float
             product(card, y, stride, matrix, u.x, n_rows, add)
@@ -979,11 +983,12 @@ class Stage:
         blocks = range(layers.start, layers.stop + config.n_nextn * (demand.drafts > 0 and not self.hands_on))
         with weights.loading(card) as loader, expert_store.loading(weights, loader, config, blocks, demand,
                                                                    self.step_rows) as self.store:
-            self.model = Model(loader, config, layers, progress, drafts=demand.drafts > 0)
+            self.model = Model(loader, config, layers, progress, drafts=demand.drafts > 0, wish=demand.products)
         self.weight_bytes = free - card.free_bytes
         work, self.layer_works = self.model.work(), [layer.work(config) for layer in self.model.layers]
         self.page_bytes, self.state_bytes = work.page_bytes, work.state_bytes
-        self.costs = StageCosts(card, config.hidden_dim, work, in_one=self.store is not None)
+        self.costs = StageCosts(card, config.hidden_dim, work, in_one=self.store is not None,
+                                products=self.model.products)
         hops = (layers.start > 0) + self.hands_on
         chunk = chunk or self.costs.chunk_that_fits(pages_for(demand.n_ctx), demand.slots + LEAST_CHECKPOINTS,
                                                     self.model.row_bytes() + 2 * hop_bytes(config.hidden_dim, hops))
@@ -2289,7 +2294,7 @@ def load(model: str | Path | OpenModel = DEFAULT_MODEL, card: str | Card | list[
          ctx: int | None = None, slots: int = 1, chunk: int | None = None, progress: bool = True,
          kv_tokens: int | None = None, checkpoint_memory: int | None = None, *,
          checkpoint_host_memory: int | None = None, split: tuple[int, ...] | None = None,
-         draft: int | str = "auto", expert_memory: int | None = None) -> Engine | Pooling:
+         draft: int | str = "auto", expert_memory: int | None = None, products: str = "auto") -> Engine | Pooling:
     """Load a GGUF file, one of the Hub by the name "hf:OWNER/NAME:Q4_K_M", or random weights by the name
     "synthetic:0.8b", "synthetic:9b:q4_k", ..., ready to generate. An embedding or a reranking model becomes a Pooling
     engine (engine/packing.py), which has `embed` or `rerank`.
@@ -2307,21 +2312,22 @@ def load(model: str | Path | OpenModel = DEFAULT_MODEL, card: str | Card | list[
     the host's memory. `engine.plan.choose_sizes` has the defaults of these three.
     draft: most drafts of an answer in a decode step, 0 to 7; "off" is 0, "auto" is as many as pay.
     expert_memory: bytes of each card for the experts of a mixture of experts (engine/expert_store.py); by default all.
+    products: what multiplies the rows of prompts on each card, "dp4a", "tensor" or the faster (kernels/products.py).
     Raises ModelError, RequestError, CompileError, CardError (OutOfMemory shows what did not fit, and what would).
     """
     opened = model if isinstance(model, OpenModel) else open_model(model)
     demand = opened.demand(ctx, draft, slots=slots, chunk=chunk, kv_tokens=kv_tokens, split=split,
-                           expert_memory=expert_memory,
+                           expert_memory=expert_memory, products=products,
                            checkpoint_memory=checkpoint_memory, checkpoint_host_memory=checkpoint_host_memory)
-    planner = make_planner(opened, card, demand)
+    planner = measured_planner(opened, card, demand)
     planner.check()
     config, cards, n_ctx = opened.config, planner.cards, demand.n_ctx
     free = sum(card.free_bytes for card in cards)
-    for card in cards:
-        card.replace(probe.saved_replacements(card))
     if progress:
         for card, layers in zip(cards, planner.plan.layers):
             note(f"card: {card.describe()}" + f", layers {layers.start} - {layers.stop - 1}" * (len(cards) > 1))
+            if said := Products.of(card, demand.products).describe(opened.weights.formats()):
+                note(f"products of prompts: {said}")
         if n_ctx > config.context_length:
             note(f"warning: the model was made for {config.context_length} tokens of context, not {n_ctx}; "
                  "what comes after those may make no sense")
@@ -2413,6 +2419,18 @@ class PlannedModel:
 
     def in_format(self, format: str) -> "PlannedModel":
         return PlannedModel(self.config, self.weights, format)
+
+
+def measured_planner(opened: OpenModel, card: str | Card | list[Card] | None, demand: Demand) -> Planner:
+    """As `make_planner`, on cards that have been measured. A card whose products of prompts were not measured yet is
+    measured now, and the plan is made anew. From now on, the cards' kernels go without throttled instructions."""
+    cards, formats = open_named(card), opened.weights.formats()
+    planner = make_planner(opened, cards, demand)
+    for each in planner.cards:
+        each.replace(probe.saved_replacements(each))
+    if demand.products == "auto" and any([measure_products(each, formats) for each in planner.cards]):
+        return make_planner(opened, cards, demand)
+    return planner
 
 
 def make_planner(opened: OpenModel, card: str | Card | list[Card] | None, demand: Demand) -> Planner:

@@ -29,6 +29,7 @@ from kernels.card import OutOfMemory, PlannedCard, show_bytes
 from kernels.emulated.cards import CARDS
 from kernels.formats import FORMATS
 from kernels.ngram import END_BITS
+from kernels.products import WISHES, Products
 from kernels.records import CHECK_ROWS
 
 PEAK_SHARE = 0.75           # plans assume that products reach this share of a card's peak
@@ -113,16 +114,22 @@ LAYER_SECONDS = 260e-6      # what the host takes to queue one layer of one micr
 class StageCosts:
     """How long a stage's passes take, by the work of its layers and the speed of its card."""
 
-    def __init__(self, card, hidden_dim: int, work: Work, speed: probe.Speed | None = None, in_one: bool = False):
+    def __init__(self, card, hidden_dim: int, work: Work, speed: probe.Speed | None = None, in_one: bool = False,
+                 products: Products | None = None):
         """speed: that of the card; by default what the probe or the table of cards says. in_one: whether passes go
-        without micro-batches, each of which would bring experts from the host."""
+        without micro-batches, each of which would bring experts from the host. products: by default those of dp4a."""
         self.card, self.hidden_dim, self.work, self.in_one = card, hidden_dim, work, in_one
-        self._speed = speed
+        self._speed, self.products = speed, products or Products(card, "dp4a")
         self.product_time = functools.cache(self.product_time)
 
     @functools.cached_property
     def speed(self) -> probe.Speed:
-        return self._speed or probe.speed_of(self.card)
+        """That of the card. Its products of int8 are those of prompts, by the kernels that make them."""
+        return faster(self._speed or probe.speed_of(self.card), self.gain)
+
+    @functools.cached_property
+    def gain(self) -> float:
+        return gain_of(self.products, self.work)
 
     def chunk_that_fits(self, n_pages: int, n_states: int, row_bytes: int) -> int:
         """Tokens of a pass that suit the card: a multiple of PAGE_TOKENS.
@@ -136,7 +143,8 @@ class StageCosts:
             return CHUNK
         kept = n_pages * self.work.page_bytes + n_states * self.work.state_bytes
         fitting = max(self.card.free_bytes - kept, 0) // CHUNK_SHARE // row_bytes
-        in_time = max(int(PASS_SECONDS * probe.dot_speed(self.card) / self.work.row_operations), PAGE_TOKENS)
+        speed = probe.dot_speed(self.card) * self.gain
+        in_time = max(int(PASS_SECONDS * speed / self.work.row_operations), PAGE_TOKENS)
         return min(max(fitting, CHUNK), in_time, LARGEST_CHUNK) // PAGE_TOKENS * PAGE_TOKENS
 
     def micro_batches(self, n: int) -> list[int]:
@@ -167,12 +175,8 @@ class StageCosts:
         return sizes
 
     def product_time(self, rows: int) -> int:
-        """How long the products of a pass take, in a unit that compares passes on this card; 0 for 0 rows. The products
-        of experts count as one product with the matrices of all of them, of as many rows as an expert has."""
-        sizes, time = self.micro_batches(rows), functools.partial(q8_gemm.relative_time, self.card)
-        return (sum(count * time(n, k, sizes) for (n, k), count in self.work.products.items())
-                + sum(count * time(each.n * each.n_experts, each.k, [each.rows_of_one(size) for size in sizes])
-                      for each, count in self.work.grouped.items())) if rows else 0
+        """How long the products of a pass take, in a unit that compares passes on this card; 0 for 0 rows."""
+        return products_time(self.work, self.micro_batches(rows), self.products) if rows else 0
 
     def pass_seconds(self, rows: int) -> float:
         """About how long a pass takes at the beginning of a prompt. A pass costs some time however few its rows are,
@@ -199,6 +203,28 @@ class StageCosts:
     def hop_seconds(self, rows: int) -> float:
         """How long the hidden states of a pass take to the host, or from there to the card."""
         return hop_bytes(self.hidden_dim, rows) / self.speed.link
+
+
+def products_time(work: Work, sizes: list[int], products: Products) -> int:
+    """The time of the products of a pass, as q8_gemm.relative_time. sizes: the rows of its micro-batches. The products
+    of experts are those of dp4a, and count as one product with the matrices of all of them, of as many rows as an
+    expert has."""
+    card, time = products.card, products.relative_time
+    return (sum(count * time(n, k, sizes) for (n, k), count in work.products.items())
+            + sum(count * q8_gemm.relative_time(card, each.n * each.n_experts, each.k,
+                                                [each.rows_of_one(size) for size in sizes])
+                  for each, count in work.grouped.items()))
+
+
+def gain_of(products: Products, work: Work) -> float:
+    """How many times as fast as by dp4a the products of a long pass are."""
+    time, by_dp4a = (products_time(work, [PEAK_ROWS], each) for each in (products, Products(products.card, "dp4a")))
+    return by_dp4a / time if time else 1.0
+
+
+def faster(speed: probe.Speed, gain: float) -> probe.Speed:
+    """A card's Speed, with `gain` times as many operations of int8 products."""
+    return speed._replace(dot=speed.dot * gain)
 
 
 def context_seconds(operations: int, speed: probe.Speed) -> float:
@@ -420,6 +446,7 @@ class Demand:
     drafts: int = 0             # most drafts of an answer in a decode step
     expert_memory: int | None = None    # bytes of each card for experts; None: for all, if they fit
     packed: bool = False        # passes are over parts of several texts, one for each slot, and nothing is decoded
+    products: str = "auto"      # which kernels multiply the rows of prompts, see kernels/products.py
     # Bytes of host memory that nothing needed before the model was loaded.
     host_memory: int = field(default_factory=lambda: free_memory(), compare=False)
 
@@ -440,6 +467,8 @@ class Demand:
             raise RequestError("ctx", f"ctx must be at most {LONGEST_CTX}, not {self.n_ctx}")
         if self.expert_memory is not None and self.expert_memory < 0:
             raise RequestError("expert_memory", f"expert_memory must be 0 or more, not {self.expert_memory}")
+        if self.products not in WISHES:
+            raise RequestError("products", f"products must be {', '.join(WISHES)}, not {self.products!r}")
         if self.kv_tokens is not None and self.kv_tokens < self.n_ctx:
             raise RequestError("kv_tokens", f"kv_tokens must be at least the {self.n_ctx} tokens of a context, not "
                                             f"{self.kv_tokens}")
@@ -500,8 +529,9 @@ def best_split(n_layers: int, costs: list) -> list[range] | None:
 class LayerCosts:
     """What the layers start .. end - 1 cost on each card of a plan: memory and time."""
 
-    def __init__(self, blueprint: Blueprint, cards: list):
-        self.n_layers, self.speeds = blueprint.n_layers, [probe.speed_of(card) for card in cards]
+    def __init__(self, blueprint: Blueprint, cards: list, wish: str = "auto"):
+        """wish: see kernels/products.py."""
+        self.n_layers = blueprint.n_layers
         counting, sizes, works = PlannedCard(cards[0]), [0], [Work()]
         for index in range(blueprint.n_layers):
             before = counting.free_bytes
@@ -511,6 +541,7 @@ class LayerCosts:
         self.weight_bytes = list(itertools.accumulate(sizes))   # of the layers before each
         self.works = list(itertools.accumulate(works))          # Work of the layers before each
         self.expert_bytes = self.works[-1].expert_bytes
+        self.speeds = [faster(probe.speed_of(card), gain_of(Products.of(card, wish), self.works[-1])) for card in cards]
 
     def between(self, start: int, end: int, field: str) -> int:
         """The sum of a field of Work over the layers start .. end - 1."""
@@ -726,7 +757,7 @@ class Planner:
 
     @functools.cached_property
     def costs(self) -> LayerCosts:
-        return LayerCosts(self.blueprint, self.cards)
+        return LayerCosts(self.blueprint, self.cards, self.demand.products)
 
     def _move_experts(self):
         """Leaves as many experts on the cards as fit, and the others in the host's memory."""

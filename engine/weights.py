@@ -263,6 +263,11 @@ class Weights:
     def __init__(self, shapes: dict[str, tuple[int, ...]], type_of):
         self.shapes, self.type_of = shapes, type_of
 
+    def formats(self) -> list[str]:
+        """The formats of the matrices of layers, of experts not."""
+        matrices = [name for name, shape in self.shapes.items() if name.startswith("blk.") and len(shape) == 2]
+        return sorted({self.type_of(name) for name in matrices} & FORMATS.keys())
+
     def loading(self, card: Card):
         """Context manager: gives a Loader for use by one thread. Damaged tensors raise ModelError when the `with` body
         ends."""

@@ -17,8 +17,9 @@ The probe also measures the bandwidth of memory, shared memory and link, and wha
 barrier of the whole grid cost. On the emulated card the figures are those of this machine's processor: there are no
 expected values, and what the emulated card cannot run is skipped with the reason.
 
-The tensor path is measured with `mma.sync`, which no kernel of the engine uses. Its accumulators are fp16, because
-some cards halve the rate of float32 accumulators.
+The tensor path is measured with `mma.sync`: on fp16 with fp16 accumulators, because some cards halve the rate of
+float32 accumulators, and in each form by which kernels/tensor_gemm.py multiplies int8 (FORMS). Whether that kernel is
+faster than the one of dp4a, kernels/products.py measures.
 """
 
 import argparse
@@ -158,9 +159,9 @@ def _loop(name, step, spread, clock):
 class Pipe:
     """One instruction to measure.
 
-    key: as in UNITS and OPS_PER_RESULT. text: the n_lines instructions of a chain, see `_unrolled`; x, y: its operands,
-    of type `kind`; n_words: numbers of all chains together. results: of one warp instruction as cards.py counts them,
-    that is 32, or for mma.sync 32 for each 1,024 multiply-adds.
+    key: as in UNITS and OPS_PER_RESULT, or of FORMS. text: the n_lines instructions of a chain, see `_unrolled`; x, y:
+    its operands, of type `kind`; n_words: numbers of all chains together. results: of one warp instruction as cards.py
+    counts them, that is 32, or for mma.sync 32 for each 1,024 multiply-adds.
     """
     key: str
     name: str
@@ -172,6 +173,10 @@ class Pipe:
     n_words: int = 8
     n_lines: int = 1
     results: int = 32
+
+    @property
+    def ops_per_result(self):
+        return OPS_PER_RESULT["tensor" if self.key in FORMS else self.key]
 
 
 PIPES = (
@@ -196,6 +201,28 @@ def tensor_pipe(cc):
     operands = ", ".join("{{" + registers + "}}" for registers in (c, a, b, c))
     return Pipe("tensor", f"fp16 tensor, mma {shape}", "TFLOPS",
                 f"mma.sync.aligned.{shape}.row.col.f16.f16.f16.f16 {operands};", n_words=16, results=results)
+
+
+def _form(oldest, shape, unit, types, *operands, n_words=16, results=32):
+    """(the oldest compute capability with it, the Pipe) of products of int8 on tensor cores. operands: c, a and b."""
+    c, a, b = ("{{" + ", ".join(f"{{{name}}}" for name in names.split()) + "}}" for names in operands)
+    name = f"{'int8' if 's8' in types else 'fp16, sums fp32,'} tensor, mma {shape}"
+    return oldest, Pipe(shape, name, unit, f"mma.sync.aligned.{shape}.row.col.{types} {c}, {a}, {b}, {c};",
+                        n_words=n_words, results=results)
+
+
+# Key of INSTRUCTIONS of kernels/tensor_gemm.py -> the same of its products. Float32 sums lie in registers of 32 bits.
+FORMS = {
+    "m16n8k32": _form((8, 0), "m16n8k32", "TOPS", "s32.s8.s8.s32", "c0 c1 c2 c3", "x y x y", "x y", results=128),
+    "m8n8k16": _form((7, 5), "m8n8k16", "TOPS", "s32.s8.s8.s32", "c0 c1", "x", "y"),
+    "m8n8k4": _form((7, 0), "m8n8k4", "TFLOPS", "f32.f16.f16.f32", "c0 c1 c2 c3 c4 c5 c6 c7", "x y", "x y", n_words=32),
+}
+
+
+def forms_of(cc):
+    """The Pipes of FORMS that compute capability `cc` has, the largest first. Of these, only Volta has m8n8k4; later
+    cards make it of other instructions."""
+    return [pipe for key, (oldest, pipe) in FORMS.items() if cc >= oldest and (key != "m8n8k4" or cc < (7, 5))]
 
 
 @cache
@@ -555,8 +582,8 @@ def measure(card):
     before = card.replace(())           # otherwise the loops would measure the replacements of instructions
     try:
         rows = [measure_pipe(card, pipe) for pipe in PIPES]
-        rows += [measure_tensor(card), measure_shared(card), *measure_memory(card), *measure_launches(card),
-                 measure_grid_sync(card), *measure_link(card), peer_access(card)]
+        rows += [measure_tensor(card), *measure_forms(card), measure_shared(card), *measure_memory(card),
+                 *measure_launches(card), measure_grid_sync(card), *measure_link(card), peer_access(card)]
     finally:
         card.replace(before)
     return Report(card.facts(), versions(), now(), tuple(rows))
@@ -616,7 +643,7 @@ def measure_pipe(card, pipe):
     unrolled = UNROLLED if has_clock(card) else EMULATED_UNROLLED
     kernel = loop_kernel(pipe, unrolled, has_clock(card))
     per_second, clock = loop_seconds(card, kernel, out, pipe.x, pipe.y)
-    ops = pipe.results / 32 * OPS_PER_RESULT[pipe.key] / 1e12
+    ops = pipe.results / 32 * pipe.ops_per_result / 1e12
     value = per_second * unrolled * card.n_sms * THREADS * ops
     if clock is None:
         return Row(pipe.key, pipe.name, value, pipe.unit)
@@ -624,20 +651,24 @@ def measure_pipe(card, pipe):
     if per_clock is None:
         note = f"no figure for sm_{card.cc[0]}{card.cc[1]} is known"
         return Row(pipe.key, pipe.name, value, pipe.unit, None, clock, note)
-    width = f"{per_clock:g} lanes" if pipe.key != "tensor" else f"{32 * per_clock:,.0f} FMA"
-    expected = per_clock * card.n_sms * clock * OPS_PER_RESULT[pipe.key] / 1e12
+    width = f"{per_clock:g} lanes" if pipe.ops_per_result != OPS_PER_RESULT["tensor"] else f"{32 * per_clock:,.0f} FMA"
+    expected = per_clock * card.n_sms * clock * pipe.ops_per_result / 1e12
     return Row(pipe.key, pipe.name, value, pipe.unit, expected, clock,
                f"{width} per SM and clock, {clock / 1e9:.3f} GHz")
 
 
 # What mma.sync reaches of the tensor peak, where wgmma reaches it: Luo et al., arXiv 2402.13499 (recalled)
 MMA_SYNC = {(9, 0): 0.62}
+INT8_RATE = {(7, 5): 2, (8, 0): 2, (8, 6): 2, (8, 9): 2}    # relative to fp16, by the white papers; unknown elsewhere
 
 
 def expected_per_clock(cc, pipe):
     """Results of a pipe per SM and clock by kernels/emulated/cards.py, which names the sources; None where unknown."""
-    widths = [unit.per_clock for unit in UNITS.get(tuple(cc), ()) if pipe in unit.pipes]
-    return min(widths) * (MMA_SYNC.get(tuple(cc), 1) if pipe == "tensor" else 1) if widths else None
+    cc, unit_pipe, rate = tuple(cc), "tensor" if pipe in FORMS else pipe, 1
+    if pipe in FORMS and pipe != "m8n8k4":
+        rate = INT8_RATE.get(cc)
+    widths = [unit.per_clock for unit in UNITS.get(cc, ()) if unit_pipe in unit.pipes]
+    return min(widths) * rate * (MMA_SYNC.get(cc, 1) if unit_pipe == "tensor" else 1) if widths and rate else None
 
 
 def measure_tensor(card):
@@ -645,6 +676,11 @@ def measure_tensor(card):
     if not has_clock(card):
         return Row("tensor", "fp16 tensor", None, note="skipped: the emulated card has no such instructions")
     return measure_pipe(card, pipe)
+
+
+def measure_forms(card):
+    """The Rows of the card's forms of products of int8 on tensor cores."""
+    return [measure_pipe(card, pipe) for pipe in forms_of(card.cc)] if has_clock(card) else []
 
 
 def measure_shared(card):

@@ -1,0 +1,259 @@
+"""Which kernels multiply the rows of prompts on a card, those of dp4a or those of tensor cores. Their bits are equal.
+
+    dp4a      kernels/q8_gemm.py
+    tensor    kernels/tensor_gemm.py, on cards from Volta on
+
+Which of the two is faster, the name of a card does not say: vendors slow single instructions down, dp4a on some cards,
+tensor cores on others. So `measure_products` finds it out, once on each card and for each weight format:
+
+    1  how many products of int8 a second both instructions make in loops on registers (kernels/probe.py). Where `mma`
+       makes fewer than dp4a, tensor cores cannot win: nothing else is measured, and no such kernel is compiled.
+    2  whether a product of random matrices [N, K] and ROWS rows has the same bits by both kernels, and how long both
+       take. They take turns, and the shortest time counts.
+
+What was found is kept beside the report of the probe, and found anew when one of the two kernels has changed.
+
+The engine's own products have other sizes. Each kernel's `relative_time` knows how its time depends on the size. That
+of tensor cores is multiplied by a factor of the card and the format: with it, the two times have at [N, K] and ROWS
+the ratio that was measured. For each size, the kernel with the shorter time multiplies.
+
+Nothing depends on the choice but time. So it is harmless if a measurement was disturbed; `--probe` repeats it.
+"""
+
+import contextlib
+import functools
+import hashlib
+import json
+import math
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from kernels import probe, q8_gemm, synthetic, tensor_gemm
+from kernels.card import CardError
+from kernels.formats import FORMATS
+from kernels.operands import Matrix, Quantized
+
+WISHES = "auto", "dp4a", "tensor"
+N, K, ROWS = 4096, 4096, 2048                            # of the product that is measured
+TURNS = 8                                                # of each kernel
+COMPARED = 64                                            # rows at each end of the product whose bits are compared
+FILE_FORMAT = 1                                          # of what is kept
+
+
+class Times(NamedTuple):
+    """Seconds of the product that is measured, and whether both kernels have given the same bits."""
+    dp4a: float
+    tensor: float
+    is_equal: bool
+
+
+@dataclass
+class Found:
+    """What was measured on a card. rates: "dp4a", and the instruction of tensor cores -> 1e12 operations of int8 per
+    second in a loop on registers. times: name of a weight format -> Times."""
+    rates: dict = field(default_factory=dict)
+    times: dict = field(default_factory=dict)
+
+    def may_win(self, instruction):
+        """Whether products of tensor cores may be faster."""
+        return self.rates.get(instruction, 0.0) > self.rates.get("dp4a", math.inf)
+
+
+# ---- the choice --------------------------------------------------------------------------------------------------
+
+def instruction_of(card):
+    """The key of tensor_gemm.INSTRUCTIONS that is a card's, or None. An emulated card can run all of them; it takes
+    that of the card which it is like, or else the largest."""
+    like = getattr(card, "like", None)
+    if card.kind == "emulated" and like is None:
+        return next(iter(tensor_gemm.INSTRUCTIONS))
+    return next((pipe.key for pipe in probe.forms_of(like.cc if like else card.cc)), None)
+
+
+class Products:
+    """The products of the rows of prompts on one card.
+
+    wish: "dp4a" and "tensor" name the kernels; "auto" takes for each size those that are faster, by what
+    `measure_products` has found. On a card where nothing was measured, that is dp4a. found: a Found, or None.
+    CardError: "tensor" on a card that has no tensor cores.
+    """
+
+    def __init__(self, card, wish="auto", found=None):
+        self.card, self.wish, self.found = card, wish, found or Found()
+        if wish == "tensor" and instruction_of(card) is None:
+            raise CardError(f"{card.name} has no tensor cores that multiply int8")
+        self.uses_tensor = functools.cache(self.uses_tensor)
+
+    @classmethod
+    def of(cls, card, wish="auto"):
+        """With what is kept of a card."""
+        return cls(card, wish, None if wish == "dp4a" else load(card))
+
+    def multiply(self, y, stride, w, x, rows, add=False, *, concurrent=False):
+        """y <- (y +) x . w^T, as `gemm` of kernels/q8_gemm.py."""
+        arguments = self.card, y, stride, w, x, rows, add
+        if self.uses_tensor(w.format, w.n, w.k, (rows, rows) if concurrent else (rows,)):
+            tensor_gemm.gemm(*arguments, concurrent=concurrent, instruction=instruction_of(self.card))
+        else:
+            q8_gemm.gemm(*arguments, concurrent=concurrent)
+
+    def uses_tensor(self, format, n, k, sizes):
+        """Whether tensor cores make a product. sizes: its rows; or those of several that run side by side."""
+        if self.wish != "auto":
+            return self.wish == "tensor"
+        if format not in self.factors:
+            return False
+        on_tensor = tensor_gemm.relative_time(self.card, n, k, sizes, FORMATS[format])
+        return on_tensor * self.factors[format] < q8_gemm.relative_time(self.card, n, k, sizes)
+
+    @functools.cached_property
+    def factors(self):
+        """Name of each format that was measured -> what the relative times of tensor cores are multiplied by. Formats
+        with wrong bits are left out."""
+        expected = q8_gemm.relative_time(self.card, N, K, [ROWS])
+        return {name: times.tensor / times.dp4a * expected
+                / tensor_gemm.relative_time(self.card, N, K, [ROWS], FORMATS[name])
+                for name, times in self.found.times.items() if times.is_equal}
+
+    def relative_time(self, n, k, sizes):
+        """The time of a product, in the unit of q8_gemm.relative_time. sizes: the rows of all micro-batches. Plans do
+        not know the format of a product: the mean of all formats that were measured stands for it."""
+        found, by_dp4a = list(self.factors.values()), q8_gemm.relative_time(self.card, n, k, sizes)
+        if self.wish == "dp4a" or self.wish == "auto" and not found:
+            return by_dp4a
+        on_tensor = tensor_gemm.relative_time(self.card, n, k, sizes) * (sum(found) / len(found) if found else 1)
+        return on_tensor if self.wish == "tensor" else min(on_tensor, by_dp4a)
+
+    def describe(self, formats=None):
+        """Which kernels multiply and why, for people. formats: the names of those that count, by default all that were
+        measured. None where there was nothing to choose from."""
+        found, instruction = self.found, instruction_of(self.card)
+        on_tensor = f"tensor cores (mma {instruction})"
+        if self.wish != "auto":
+            return f"{on_tensor if self.wish == 'tensor' else 'dp4a'}, as asked"
+        if not found.rates:
+            return None if self.card.kind == "emulated" else "dp4a; tensor cores were not measured"
+        if not found.may_win(instruction):
+            return (f"dp4a with {found.rates['dp4a']:.1f} TOPS on registers; {on_tensor} give "
+                    f"{found.rates[instruction]:.1f}")
+        counted = {name: times for name, times in found.times.items() if formats is None or name in formats}
+        figures = [f"{name} {1e3 * times.tensor:.2f} and {1e3 * times.dp4a:.2f}" if times.is_equal else
+                   f"{name} dp4a alone, for other bits" for name, times in counted.items()]
+        wins = any(self.uses_tensor(name, N, K, (ROWS,)) for name in counted)
+        return (f"{on_tensor + ' where they are faster' if wins else f'dp4a, faster than {on_tensor}'}; "
+                f"ms for {N} x {K} x {ROWS} by them and by dp4a: {', '.join(figures) or 'not measured'}")
+
+
+# ---- what is kept ------------------------------------------------------------------------------------------------
+
+@functools.cache
+def fingerprint():
+    """Of the text of both kernels: what was measured of others does not count."""
+    texts = [Path(module.__file__).read_bytes() for module in (q8_gemm, tensor_gemm)]
+    return hashlib.sha256(b"".join(texts)).hexdigest()[:16]
+
+
+def path_of(card):
+    """The file in which it is kept what was found on a card."""
+    report = probe.path_of(card)
+    return report.with_name(f"{report.stem}-products.json")
+
+
+def save(card, found):
+    path = path_of(card)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"format": FILE_FORMAT, "kernels": fingerprint(), **asdict(found)}, indent=1) + "\n")
+
+
+def load(card):
+    """What is kept of a card: a Found, or None."""
+    try:
+        data = json.loads(path_of(card).read_text())
+        if (data["format"], data["kernels"]) == (FILE_FORMAT, fingerprint()):
+            return Found(data["rates"], {name: Times(*times) for name, times in data["times"].items()})
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        pass
+    return None
+
+
+# ---- measurement -------------------------------------------------------------------------------------------------
+
+def measure_products(card, formats, anew=False):
+    """Finds out what is not known yet of a card, for weights in these formats, and keeps it. anew: what is known does
+    not count. Returns whether anything was measured.
+
+    It takes some milliseconds for each format, after the kernels are compiled, and about 100 MB of the card's memory,
+    which should have nothing else to do. An emulated card is not measured: its processor does not multiply faster by
+    tensor cores.
+    """
+    instruction = instruction_of(card)
+    if card.kind == "emulated" or instruction is None or not formats:
+        return False
+    before = (not anew and load(card)) or Found()
+    found = Found(before.rates or measure_rates(card, instruction), dict(before.times))
+    if found.may_win(instruction):
+        found.times |= measure_times(card, [name for name in formats if name not in found.times], instruction)
+    if found == before:
+        return False
+    with contextlib.suppress(OSError):              # then it is measured again at the next start
+        save(card, found)
+    return True
+
+
+def measure_rates(card, instruction):
+    """The `rates` of a Found: from the report of the probe, or from a loop of each instruction."""
+    report, pipe = probe.load(card), probe.FORMS[instruction][1]
+    if report and report.value(instruction):
+        return {"dp4a": probe.dot_rates(report)[probe.fastest_dot(report)], instruction: report.value(instruction)}
+    return {key: probe.measure_pipe(card, each).value for key, each in (("dp4a", probe.PIPES[0]), (instruction, pipe))}
+
+
+def measure_times(card, formats, instruction):
+    """{format: Times} of the product [N, K] and ROWS rows with random weights in each of these formats."""
+    x = random_rows(card)
+    ys = [card.alloc((ROWS, N), np.float32) for _ in range(2)]
+    weights = {name: Matrix(name, N, K, *(card.alloc(*array) for array in FORMATS[name].arrays(N, K)))
+               for name in formats}
+    launches = {name: (functools.partial(q8_gemm.gemm, card, ys[0], N, w, x, ROWS),
+                       functools.partial(tensor_gemm.gemm, card, ys[1], N, w, x, ROWS, instruction=instruction))
+                for name, w in weights.items()}
+    with card.collecting() as needed:
+        for both in launches.values():
+            for launch in both:
+                launch()
+    card.compile_kernels(needed)                    # several at a time
+    found = {}
+    for name, w in weights.items():
+        synthetic.random_matrix(card, FORMATS[name], w.values, w.scales, N, K, 3)
+        seconds = seconds_in_turn(card, launches[name])
+        found[name] = Times(*seconds, have_equal_ends(card, *ys))
+    return found
+
+
+def random_rows(card):
+    """Quantized [ROWS, K] of random numbers."""
+    x, n_words, threads = Quantized(card.alloc((ROWS, K), np.int8), card.alloc((ROWS, K // 32), np.float32)), \
+        ROWS * K // 4, synthetic.THREADS
+    card.launch(synthetic.random_words, -(-n_words // threads), threads, x.q.reshape(-1).view(np.uint32), n_words, 1,
+                False, False)
+    synthetic.random_uniform(card, x.d, 0.5, 1.5, 2)
+    return x
+
+
+def have_equal_ends(card, *arrays):
+    """Whether the first and the last COMPARED rows of two arrays of float32 have the same bits."""
+    ends = slice(0, COMPARED), slice(max(ROWS - COMPARED, 0), ROWS)
+    return all(np.array_equal(*(card.download(array[end]).view(np.uint32) for array in arrays)) for end in ends)
+
+
+def seconds_in_turn(card, launches):
+    """The shortest seconds of each launch."""
+    best = [math.inf] * len(launches)
+    for _ in range(TURNS):
+        for i, launch in enumerate(launches):
+            launch()                                # while the card is busy with it, the host queues what is timed
+            best[i] = min(best[i], probe.event_seconds(card, launch))
+    return best
