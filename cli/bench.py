@@ -5,7 +5,8 @@ slots from a context on, each step until its tokens are on the host. Percentages
 of the int8 operations that the dp4a units do at the measured clock, for the matrix products alone. Decode: of the bytes
 per second that the card reads, for weights, recurrent states and KV pages.
 
-A small model's decode may go beyond 100 per cent, because what fits into a cache is read faster than memory. Operations
+A small model's decode may go beyond 100 per cent, because what fits into a cache is read faster than memory. So may
+prefill where tensor cores multiply (kernels/products.py): they do more operations than the dp4a units. Operations
 are timed by themselves. So the operations of a prompt's parts, which run side by side, add up to more than the prompt
 takes. A replayed product of experts finds the choice of another layer in memory: with few rows it may read fewer
 experts than in its place, and seem faster.
@@ -329,7 +330,7 @@ def bench_cards(model: qengine.OpenModel, cards: list[Card] | None, emulated: bo
     n_ctx = max(*lengths, *contexts) + max(n_steps + 1, drafts and room_for(n_tokens))
     wishes = {"slots": options.batch, "kv_tokens": options.batch * pages_for(n_ctx) * PAGE_TOKENS,
               "checkpoint_memory": 0, "split": options.split,       # every slot has pages of its own
-              "expert_memory": expert_memory(options)}
+              "expert_memory": expert_memory(options), "products": options.products}
     planner = qengine.make_planner(model, cards, Demand(n_ctx, drafts=drafts, **wishes))
     if drafts:                                                      # and a checkpoint, to begin again there
         states = max(stage.state_bytes for stage in planner.plan.on_paper)
@@ -352,13 +353,18 @@ def bench_cards(model: qengine.OpenModel, cards: list[Card] | None, emulated: bo
         checked = bench_checks(CheckBench(bench, n_tokens), contexts, options)
         used = free - sum(card.free_bytes for card in cards)
         print(f"\n{engine.name} on {', '.join(card.describe() for card in cards)}; peak memory {show_bytes(used)}")
+        multiplied = [stage.model.products.describe(model.weights.formats()) for stage in engine.pipeline.stages]
+        for card, said in zip(cards, multiplied):
+            if said:
+                print(f"products of prompts on {card.name}: {said}")
         estimates = None
         if emulated and len(cards) == 1 and find_assembler():
             estimates = bench.estimates(lengths[0], contexts[0])
             print(f"\n{estimate_table(estimates)}")
     layers = [[stage.layers.start, stage.layers.stop - 1] for stage in engine.pipeline.stages]
     return {"model": engine.name, "date": probe.now(), "cards": [card.facts() for card in cards], "layers": layers,
-            "versions": probe.versions(), "probes": [report.to_dict() for report in reports], "peak_memory_bytes": used,
+            "versions": probe.versions(), "probes": [report.to_dict() for report in reports], "products": multiplied,
+            "peak_memory_bytes": used,
             "prefill": [dataclasses.asdict(speed) for speed in prefill],
             "decode": [dataclasses.asdict(speed) for speed in decode],
             **checked, **({"estimates": estimates} if estimates else {}), **({"experts": experts} if experts else {}),

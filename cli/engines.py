@@ -45,7 +45,7 @@ def asked(options) -> dict:
     draft = "off" if options.perplexity is not None else "auto" if options.draft is None else options.draft
     return {"ctx": options.ctx, "slots": options.slots, "kv_tokens": options.kv_tokens, "checkpoint_memory": on_card,
             "checkpoint_host_memory": on_host, "split": options.split, "draft": draft,
-            "expert_memory": expert_memory(options)}
+            "expert_memory": expert_memory(options), "products": options.products}
 
 
 def expert_memory(options) -> int | None:
@@ -91,7 +91,8 @@ def load_engines(main: "qengine.OpenModel", options) -> tuple["qengine.Engine | 
     known, loaded = {card.name: card for card in cards}, []
     with contextlib.ExitStack() as stack:
         for model, name in side:
-            loaded.append(qengine.load(model, [card.twin() for card in side_cards(known, cards, name)]))
+            loaded.append(qengine.load(model, [card.twin() for card in side_cards(known, cards, name)],
+                                       products=options.products))
             stack.callback(loaded[-1].close)
         engine = qengine.load(main, cards, **asked(options))
         stack.pop_all()

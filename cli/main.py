@@ -11,6 +11,8 @@ from engine.text_engine import wrong_kind
 from kernels import probe
 from kernels.card import CardError, PlannedCard
 from kernels.compile import CompileError
+from kernels.open import open_cards
+from kernels.products import Products, measure_products
 
 from .bench import run_bench
 from .chat import run_chat, run_prompt
@@ -22,7 +24,12 @@ from .perplexity import run_perplexity
 
 def run_probe(options) -> int:
     """Measures the chosen cards; returns the exit code."""
-    reports = probe.probe_cards(options.card)
+    cards = open_cards(options.card)
+    reports = probe.probe_cards(cards)
+    for card in cards:
+        measure_products(card, anew=True)
+        if said := Products.of(card).describe():
+            print(f"products of prompts on {card.name}: {said}")
     if options.json:
         write_json(options.json, [report.to_dict() for report in reports])
     return 0
@@ -46,7 +53,8 @@ def run_plan(model: qengine.OpenModel, options) -> int:
         cards = type(cards)(map(PlannedCard, cards))
     known = {card.name: card for card in cards}
     for beside, name in side:
-        planner = qengine.make_planner(beside, side_cards(known, cards, name, PlannedCard), beside.demand())
+        demand = beside.demand(products=options.products)
+        planner = qengine.make_planner(beside, side_cards(known, cards, name, PlannedCard), demand)
         planner.check()
         print(f"{beside.name}, {beside.kind}:\n{planner.report()}\n")
         for card, stage in zip(planner.cards, planner.plan.stages):

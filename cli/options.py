@@ -11,6 +11,7 @@ from engine.request import SAMPLING
 from engine.speculate import MOST_DRAFTS
 from engine.template import OWN_NAMES
 
+from kernels.products import WISHES
 from kernels.records import CHECK_ROWS
 
 from .bench import CONTEXTS, DECODE_STEPS, EMULATED_LENGTH, PROMPT_LENGTHS, REPEATS
@@ -45,6 +46,7 @@ GOES_WITH = {"raw": ["prompt"], "slots": ["serve", "plan", "print_config"], "kv_
              **dict.fromkeys(["prompt_lengths", "contexts", "repeats", "batch", "cards", "acceptance", "check_widths",
                               "expert_hits"], ["bench"]),
              "draft": ["prompt", "chat", "serve", "bench", "plan"],
+             "products": ["prompt", "chat", "serve", "perplexity", "bench", "plan"],
              **dict.fromkeys([*SAMPLING, "thinking", "chat_template_kwargs", "repetition_guard"],
                              ["prompt", "chat", "serve"])}
 
@@ -258,6 +260,9 @@ def add_machine(parser: Parser):
         machine.add_argument(f"--checkpoint-{where}memory", metavar="MB", type=within(int, 0, 2**31 - 1),
                              help=f"{'host' if where else 'card'} memory for the states that spare later prompts "
                                   f"what they have in common with earlier ones (default: {default})")
+    machine.add_argument("--products", choices=WISHES, default="auto",
+                         help="what multiplies the rows of prompts: dp4a, or tensor cores, with the same results; auto "
+                              "measures both on each card and takes the faster one for each size (default: auto)")
     machine.add_argument("--expert-memory", metavar="GB", type=within(float, 0, 1e6),
                          help="memory of each card for the experts of a mixture of experts; all of them then lie in "
                               "host memory, and those that the card lacks are read over the link (default: for all, "

@@ -17,13 +17,15 @@ PIPES_SECONDS = 1           # at least so long from one counted step to the next
 
 @contextlib.contextmanager
 def launching_as(card: Card, model: CardModel):
-    """While the `with` body runs, the grids of launches on an emulated card are made for the SMs of `model`. The code
-    remains that of the emulated card's own compute capability."""
-    own, card.n_sms = card.n_sms, model.n_sms
+    """While the `with` body runs, the grids of launches on an emulated card are made for the SMs of `model`, and tensor
+    cores multiply by the instruction that it has. Other code remains that of the emulated card's own compute
+    capability."""
+    own = card.n_sms, card.like
+    card.n_sms, card.like = model.n_sms, model
     try:
         yield
     finally:
-        card.n_sms = own
+        card.n_sms, card.like = own
 
 
 class PipeMeter:

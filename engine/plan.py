@@ -837,6 +837,8 @@ class Planner:
             lines.append(f"{self.blueprint.parameters}: of {show_bytes(work.expert_bytes)} of experts, a token reads "
                          f"{show_bytes(work.expert_bytes_read(1))}, and 8 tokens of different texts read "
                          f"{show_bytes(work.expert_bytes_read(8))}")
+        lines += [f"products of prompts on {card.name}: {said}" for card in self.cards
+                  if (said := Products.of(card, d.products).describe())]
         lines += self.expert_lines()
         if len(self.cards) > 1:
             added, busy, decode = self.expected_hops()

@@ -769,10 +769,10 @@ def peer_access(card):
 
 # ---- command line ------------------------------------------------------------------------------------------
 
-def probe_cards(which=None):
-    """Measures the cards that `open_cards(which)` names. Prints for each its table and a text to paste."""
+def probe_cards(cards):
+    """Measures cards. Prints for each its table and a text to paste."""
     reports = []
-    for card in open_cards(which):
+    for card in cards:
         reports.append(report := measure(card))
         print(report.table())
         print(f"\nsaved in {save(card, report)}\n\nto paste into a report:\n\n{report.markdown()}\n",
@@ -784,7 +784,7 @@ def main():
     parser = argparse.ArgumentParser(description="Measures what the pipes of this machine's cards can do.")
     parser.add_argument("--card", help="emulated, cuda or cuda:0 (default: real cards, else emulated)")
     try:
-        probe_cards(parser.parse_args().card)
+        probe_cards(open_cards(parser.parse_args().card))
     except CardError as error:
         sys.exit(str(error))
 

@@ -181,21 +181,23 @@ def load(card):
 
 # ---- measurement -------------------------------------------------------------------------------------------------
 
-def measure_products(card, formats, anew=False):
-    """Finds out what is not known yet of a card, for weights in these formats, and keeps it. anew: what is known does
-    not count. Returns whether anything was measured.
+def measure_products(card, formats=("Q8_0",), anew=False):
+    """Finds out what is not known yet of a card, for weights in these formats, and keeps it. anew: also what is known.
+    Returns whether anything was measured.
 
-    It takes some milliseconds for each format, after the kernels are compiled, and about 100 MB of the card's memory,
-    which should have nothing else to do. An emulated card is not measured: its processor does not multiply faster by
+    It takes some milliseconds for each format, after the kernels are compiled, and about 100 MB of the card's memory.
+    The card should have nothing else to do. An emulated card is not measured: its processor does not multiply faster by
     tensor cores.
     """
-    instruction = instruction_of(card)
+    instruction, before = instruction_of(card), load(card) or Found()
     if card.kind == "emulated" or instruction is None or not formats:
         return False
-    before = (not anew and load(card)) or Found()
+    if anew:
+        formats, before = {*formats, *before.times}, Found()
     found = Found(before.rates or measure_rates(card, instruction), dict(before.times))
-    if found.may_win(instruction):
-        found.times |= measure_times(card, [name for name in formats if name not in found.times], instruction)
+    missing = sorted(set(formats) - found.times.keys())
+    if missing and found.may_win(instruction):
+        found.times |= measure_times(card, missing, instruction)
     if found == before:
         return False
     with contextlib.suppress(OSError):              # then it is measured again at the next start
@@ -237,8 +239,7 @@ def random_rows(card):
     """Quantized [ROWS, K] of random numbers."""
     x, n_words, threads = Quantized(card.alloc((ROWS, K), np.int8), card.alloc((ROWS, K // 32), np.float32)), \
         ROWS * K // 4, synthetic.THREADS
-    card.launch(synthetic.random_words, -(-n_words // threads), threads, x.q.reshape(-1).view(np.uint32), n_words, 1,
-                False, False)
+    card.launch(synthetic.random_words, -(-n_words // threads), threads, x.q.reshape(-1), n_words, 1, False, False)
     synthetic.random_uniform(card, x.d, 0.5, 1.5, 2)
     return x
 

@@ -43,7 +43,7 @@ def test_loops_have_their_instructions_and_nothing_else(cc):
     if cc not in compiler.supported_ccs():
         pytest.skip("the installed CUDA toolkit cannot compile for this card")
     found = assembler.find_assembler()
-    for pipe in (*PIPES, probe.tensor_pipe(cc)):
+    for pipe in (*PIPES, probe.tensor_pipe(cc), *probe.forms_of(cc)):
         number = "float32" if pipe.kind == float32 else "uint32"
         types = f"{number}[1]", "uint64[1]", "uint32", number, number
         compiled = compiler.compile_kernel(probe.loop_kernel(pipe), types, cc)
@@ -52,7 +52,7 @@ def test_loops_have_their_instructions_and_nothing_else(cc):
         assert loop.count(opcode) == probe.UNROLLED // pipe.n_lines
         inside = [line for line in re.split(r"[;\n]", loop) if re.match(r"\s*[a-z]\w*[. ]", line)]
         assert len(inside) <= probe.UNROLLED + 40       # counting the rounds, and moves that ptxas drops
-        assert ("mma.sync" in compiled.ptx) == (pipe.key == "tensor")
+        assert ("mma.sync" in compiled.ptx) == (pipe.key == "tensor" or pipe.key in probe.FORMS)
         assert compiled.ptx.count("%clock64") == 2
         if found:
             _, words = assembler.run_assembler(found[0], compiled, cc)
@@ -196,6 +196,13 @@ def test_expected_follows_the_clock(emulated, monkeypatch):
     assert row.share == pytest.approx(0.75) and row.expected == pytest.approx(64 * 8 * emulated.n_sms * 1e-3)
     assert row.note == "64 lanes per SM and clock, 1.000 GHz"
     assert probe.measure_tensor(emulated).expected == pytest.approx(512 * 2 * emulated.n_sms * 1e-3)
+    row, = probe.measure_forms(emulated)
+    assert row.key == "m8n8k4" and row.expected == pytest.approx(512 * 2 * emulated.n_sms * 1e-3)
+    monkeypatch.setattr(emulated, "cc", (7, 5))
+    row, = probe.measure_forms(emulated)
+    assert row.key == "m8n8k16" and row.expected == pytest.approx(1024 * 2 * emulated.n_sms * 1e-3)
+    monkeypatch.setattr(emulated, "cc", (9, 0))
+    assert [(row.key, row.expected) for row in probe.measure_forms(emulated)] == [("m16n8k32", None), ("m8n8k16", None)]
     monkeypatch.setattr(emulated, "cc", (12, 0))
     row = probe.measure_pipe(emulated, PIPES[0])
     assert row.expected is None and row.note == "no figure for sm_120 is known"

@@ -33,6 +33,8 @@ FORBIDDEN = {
     "approximate": r"\.approx\b",
     "contracted by the assembler": r"\b(add|sub|mul)(\.sat)?\.f(16|32)(x2)?\b",  # without .rn ptxas may fuse them
 }
+# The variants of kernels for cards whose tensor cores were found whole: `--products tensor` launches them everywhere.
+VARIANTS = {"gemm_tensor_kernel"}
 TARGET = (7, 0)
 Q8_0 = FORMATS["Q8_0"]
 
@@ -229,6 +231,23 @@ def test_the_pipes_of_the_engine(kernels):
             assert not found, f"{kernel.__name__}: {what}: {ptx[found.start() - 20:found.end() + 40]!r}"
         everything += ptx
     assert "dp4a.s32.s32" in everything and "fma.rn.f16x2" in everything
+
+
+def test_tensor_cores_are_for_variants_alone():
+    """An engine that is asked for tensor cores launches the variants beside the kernels of every engine, and no
+    other."""
+    launched = {}
+    for wish in "dp4a", "tensor":
+        card = EmulatedCard()
+        engine = qengine.load(str(DATA / "tiny-Q8_0.gguf"), card=card, ctx=128, progress=False, products=wish)
+        engine.submit(qengine.Request(list(range(70)), max_tokens=3)).wait()
+        engine.close()
+        launched[wish] = {kernel.__name__: (kernel, *types) for kernel, *types in card._functions}
+    more = launched["tensor"].keys() - launched["dp4a"].keys()
+    assert more == VARIANTS and "gemm_q8_q8_kernel" in launched["dp4a"].keys() - launched["tensor"].keys()
+    for name, (kernel, *types) in launched["tensor"].items():
+        ptx = compiler.compile_kernel(kernel, tuple(types), TARGET).ptx
+        assert bool(re.search(FORBIDDEN["tensor core"], ptx)) == (name in VARIANTS)
 
 
 def test_no_register_is_spilled_on_sm_70(kernels):

@@ -129,10 +129,11 @@ def test_factors_that_are_none(card, tmp_path, value, words):
 IDS = [5, 300, 77, 1023, 9, 512, 31] * 6
 
 
-def fingerprint(name, card):
+def fingerprint(name, card, **options):
     """The hash of what synthetic:tiny says in a format: logits of IDS, tokens of 6 steps and their likeliest
-    log-probabilities. Its table of tokens, the matrices of prompts and those of decoding are all in the format."""
-    engine = qengine.load(f"synthetic:tiny:{name.lower()}", card=card, ctx=128, progress=False)
+    log-probabilities. Its table of tokens, the matrices of prompts and those of decoding are all in the format.
+    options: of `qengine.load`."""
+    engine = qengine.load(f"synthetic:tiny:{name.lower()}", card=card, ctx=128, progress=False, **options)
     request = qengine.Request(IDS, max_tokens=6, ignore_eos=True, top_logprobs=20)
     decoded = [(delta.token_id, delta.logprob, *delta.top_logprobs) for delta in engine.submit(request)]
     logits = engine.evaluate(IDS)

@@ -23,7 +23,7 @@ from numba import cfunc, njit
 
 from . import native
 from .emit import WARP
-from .estimate import SECTOR, Counts, estimate, pipe_of, registers_used, tensor_units
+from .estimate import SECTOR, Counts, estimate, multiply_adds, pipe_of, registers_used
 from .watching import OBSERVER, READ, SHARED, WRITE, Watch, Watching, find_row
 
 # The arrays of @watch.
@@ -216,7 +216,9 @@ def run(launch, allocations):
     for executions, block in zip(totals[N_TOTALS:].tolist(), code.facts.notes):
         for opcode, n in block:
             name, *types = opcode.split(".")
-            pipes[pipe_of(name, types)] += executions * n * (tensor_units(types) if name == "mma" else 1)
+            pipes[pipe_of(name, types)] += executions * n
+            if name == "mma":
+                pipes["multiply_adds"] += executions * n * multiply_adds(types)
     counts = Counts(**pipes, **dict(zip(SUMS, totals[:len(SUMS)].tolist())))
     return Counted(launch.name, launch.grid, code.facts.block, counts, launch.shared_bytes, code.kernel.ptx)
 

@@ -28,6 +28,7 @@ from kernels.assembler import find_assembler, run_assembler
 from kernels.compile import Compiled, supported_ccs
 
 SECTOR = 32                       # bytes: the unit of traffic between L1, L2 and memory
+TENSOR_PASS = 1024                # multiply-adds of fp16: what cards.py calls an instruction of tensor cores
 BANKS_WIDTH = 128                 # bytes per clock: 32 banks of 4 bytes; the path to L1 is as wide
 
 
@@ -44,7 +45,7 @@ class Counts:
     half2: int = 0                # packed fp16
     half: int = 0                 # scalar fp16, and fp16 -> float32
     fp64: int = 0
-    tensor: int = 0               # in units of 1,024 fp16 multiply-adds (mma.m8n8k4), see `tensor_units`
+    tensor: int = 0               # mma of any size: `multiply_adds` has what they compute
     integer: int = 0              # add, logic, shift, compare, select, minimum, byte permute; float32 too
     special: int = 0              # reciprocal, exp2, log2, sine, square root; bit counts
     conversion: int = 0           # between integers and floats, and from float32 to fp16
@@ -58,6 +59,7 @@ class Counts:
     branch: int = 0
     move: int = 0                 # register moves, parameters, constants: mostly gone in machine code
 
+    multiply_adds: int = 0        # of fp16 by tensor instructions; two of int8 take as long as one and count as one
     lane_dp4a: int = 0            # dp4a times active lanes, summed: N · K / 4 for a matrix-vector product
     read_sectors: int = 0         # 32-byte sectors, summed over the warp instructions of global memory
     written_sectors: int = 0
@@ -73,7 +75,7 @@ class Counts:
 
 
 # The names that `pipe_of` gives: the fields of Counts up to "move".
-PIPES = tuple(takewhile(lambda name: name != "lane_dp4a", (f.name for f in fields(Counts))))
+PIPES = tuple(takewhile(lambda name: name != "multiply_adds", (f.name for f in fields(Counts))))
 
 
 # ---- PTX instruction -> pipe -------------------------------------------------------------------------------
@@ -135,12 +137,11 @@ def _pipe_of_cvt(to, of):
     return "half" if (to, of) == ("f32", "f16") else "conversion"
 
 
-def tensor_units(types):
-    """How many units of Counts.tensor an mma with these modifiers counts: 1 for 1,024 multiply-adds of fp16 or 2,048
-    of int8, which run at twice the rate; a smaller mma counts as 1, which is too much for m8n8k16 of int8."""
+def multiply_adds(types):
+    """What an mma with these modifiers adds to Counts.multiply_adds."""
     rows, columns, depth = map(int, re.search(r"\bm(\d+)n(\d+)k(\d+)\b", " ".join(types)).groups())
     together = 4 if (rows, columns, depth) == (8, 8, 4) else 1      # a warp makes four of the smallest
-    return max(1, together * rows * columns * depth // (2048 if "s8" in types else 1024))
+    return together * rows * columns * depth // (2 if "s8" in types else 1)
 
 
 # ---- occupancy ---------------------------------------------------------------------------------------------
@@ -155,7 +156,9 @@ def registers_used(ptx, cc):
     if assembler is None:
         raise RuntimeError("registers cannot be counted: ptxas is missing; "
                            "pip install the nvcc of this CUDA version")
-    _, said = run_assembler(assembler[0], Compiled("a kernel", (), "", ptx), max(cc, supported_ccs()[0]))
+    cc = max(tuple(cc), supported_ccs()[0])
+    ptx = re.sub(r"^\.target sm_\d+", f".target sm_{cc[0]}{cc[1]}", ptx, flags=re.M)    # older ones lack instructions
+    _, said = run_assembler(assembler[0], Compiled("a kernel", (), "", ptx), cc)
     return int(re.search(r"Used (\d+) registers", said)[1])
 
 
@@ -235,8 +238,11 @@ def _clocks(unit, counts, card):
 
 
 def _passes(unit, pipe, counts):
-    """Warp instructions of `pipe`, or the passes that the load/store unit needs for them if these are more."""
+    """Warp instructions of `pipe`, or the passes that the load/store unit needs for them if these are more. On tensor
+    cores, a pass is as many multiply-adds as cards.py gives an instruction."""
     instructions = getattr(counts, pipe)
+    if unit.name == "tensor":
+        return counts.multiply_adds / TENSOR_PASS
     if unit.name == "lsu" and pipe == "shared":
         return max(instructions, counts.shared_passes)
     if unit.name == "lsu" and pipe == "global_":

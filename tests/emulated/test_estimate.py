@@ -4,9 +4,12 @@ import pytest
 from numba import cuda
 from numba.types import float32, uint32
 
+from kernels import tensor_gemm
 from kernels.compile import compile_kernel, supported_ccs
 from kernels.emulated.cards import CARDS, CMP_100_210, H100, T4, V100
-from kernels.emulated.estimate import PIPES, Counts, blocks_per_sm, estimate, pipe_of, registers_used, report
+from kernels.emulated.estimate import (PIPES, Counts, blocks_per_sm, estimate, multiply_adds, pipe_of, registers_used,
+                                       report)
+from kernels.formats import FORMATS
 
 EVERY_CARD = pytest.mark.parametrize("model", CARDS, ids=lambda c: c.name)
 
@@ -34,6 +37,19 @@ def test_peaks_agree_with_published_figures():
     assert 2 * V100.rate("fp64") / 1e12 == pytest.approx(7.07, rel=0.01)
     assert 2 * 32 * V100.rate("tensor") / 1e12 == pytest.approx(113, rel=0.01)  # 1,024 fma: 32 per lane
     assert 2 * T4.rate("fp64") / 1e12 == pytest.approx(0.25, rel=0.02)
+
+
+@pytest.mark.parametrize("model, text, tops", [
+    (V100, "m8n8k4 row col f32 f16 f16 f32", 113), (CMP_100_210, "m8n8k4 row col f32 f16 f16 f32", 6.0),
+    (T4, "m8n8k16 row col s32 s8 s8 s32", 130), (H100, "m16n8k32 row col s32 s8 s8 s32", 2141)])
+def test_tensor_cores_run_at_their_peak(model, text, tops):
+    """Of V100 and T4 as NVIDIA states it (the CMP's measured). And an instruction takes one place in the queue."""
+    per_instruction, n = multiply_adds(text.split()), 10**9
+    e = full(model, Counts(tensor=n, multiply_adds=n * per_instruction))
+    ops = 2 * n * per_instruction * (2 if "s8" in text else 1)
+    assert ops / e.per_pipe_seconds["tensor"] / 1e12 == pytest.approx(tops, rel=0.07) and e.limiting == "tensor"
+    issued = e.per_pipe_seconds["issue"] * model.throttle.get("tensor", 1)
+    assert issued == pytest.approx(full(model, Counts(fp32=n)).per_pipe_seconds["issue"])
 
 
 def test_the_throttled_pipes_of_the_mining_card():
@@ -140,6 +156,14 @@ def reverse_block(x):
 def test_registers_come_from_the_assembler(cc):
     ptx = compile_kernel(reverse_block, ("float32[1]",), max(cc, supported_ccs()[0])).ptx
     assert 4 <= registers_used(ptx, cc) <= 32
+
+
+def test_registers_of_instructions_that_older_cards_lack():
+    """An emulated card compiles for the oldest architecture, and yet it runs these."""
+    format, shape = FORMATS["Q8_0"], tensor_gemm.SMALLEST
+    types = "float32[1]", "int8[1]", "uint16[1]", "int8[1]", "float32[1]", *["uint32"] * 4, "bool"
+    ptx = compile_kernel(tensor_gemm.tensor(format, shape, "m16n8k32"), types, supported_ccs()[0]).ptx
+    assert 64 < registers_used(ptx, (9, 0)) <= 255
 
 
 @pytest.mark.parametrize("instruction, pipe", [

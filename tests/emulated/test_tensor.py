@@ -176,14 +176,15 @@ def test_all_lanes_take_part():
         run_ptx("m8n8k16.row.col.s32.s8.s8.s32", False, *held, before="setp.eq.u32 %p1, %r0, 5; @%p1 bra past;")
 
 
-@pytest.mark.parametrize("form, units", [("m16n8k32", 2), ("m16n8k16", 1), ("m8n8k16", 1)])
-def test_products_are_counted(form, units):
+@pytest.mark.parametrize("form, multiply_adds", [("m16n8k32", 2048), ("m16n8k16", 1024), ("m8n8k16", 512)])
+def test_products_are_counted(form, multiply_adds):
+    """Each is one instruction, and two multiply-adds of int8 take as long as one of halves."""
     card, (rows, depth) = open_cards("emulated")[0], BYTES[form]
     a, b, c, _ = random_bytes(np.random.default_rng(6), rows, depth)
     with card.counting() as log:
         held = words_of_lanes(a, rows), words_of_lanes(b, 8), numbers_of_lanes(c)
         run_intrinsic(card, INTRINSICS[form], int32, *held)
-    assert log[0].counts.tensor == units
+    assert (log[0].counts.tensor, log[0].counts.multiply_adds) == (1, multiply_adds)
 
 
 def test_a_card_breaks_where_a_sum_is_not_exact():
