@@ -27,6 +27,7 @@ def run_probe(options) -> int:
     cards = open_cards(options.card)
     reports = probe.probe_cards(cards)
     for card in cards:
+        card.replace(probe.saved_replacements(card))
         measure_products(card, anew=True)
         if said := Products.of(card).describe():
             print(f"products of prompts on {card.name}: {said}")

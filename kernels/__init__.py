@@ -5,7 +5,8 @@ which a token meets them:
 
     embedding.py                        rows of the token table
     norm.py, quantize.py                RMSNorm; activations to int8
-    q8_gemm.py                          matrix products of prompts
+    q8_gemm.py, tensor_gemm.py          matrix products of prompts, by dp4a and by tensor cores
+    products.py                         which of the two is faster on a card
     q8_gemv.py, quant_gemv.py           matrix-vector products of decode steps, Q8_0 and packed formats
     decode_tile.py                      the same for many columns at once
     float_matmul.py                     both, for weights that are stored as floats

@@ -87,6 +87,9 @@ class Products:
             raise CardError(f"{card.name} has no tensor cores that multiply int8")
         self.uses_tensor = functools.cache(self.uses_tensor)
 
+    def __repr__(self):
+        return f"<products of prompts on {self.card.name}: {self.describe() or 'dp4a'}>"
+
     @classmethod
     def of(cls, card, wish="auto"):
         """With what is kept of a card."""

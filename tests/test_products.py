@@ -168,7 +168,9 @@ def test_the_choice(wish, found, format, chosen):
     ("auto", Found(WINS.rates, {"Q8_0": Times(1e-3, 2e-4, False)}), "dp4a, .* Q8_0 dp4a alone, for other bits"),
     ("auto", Found(WINS.rates, {"Q2_K": Times(1e-3, 2e-4, True)}), "dp4a, .*: not measured")])
 def test_the_reason(wish, found, words):
-    said = Products(EmulatedCard(), wish, found).describe(["Q8_0"])
+    made = Products(EmulatedCard(), wish, found)
+    said = made.describe(["Q8_0"])
+    assert repr(made) == f"<products of prompts on emulated card 0: {made.describe() or 'dp4a'}>"
     assert said is None if words is None else re.fullmatch(words, said), said
 
 
