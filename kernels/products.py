@@ -134,6 +134,8 @@ class Products:
         """Which kernels multiply and why, for people. formats: the names of those that count, by default all that were
         measured. None where there was nothing to choose from."""
         found, instruction = self.found, instruction_of(self.card)
+        if formats is not None and not formats:
+            return None
         on_tensor = f"tensor cores (mma {instruction})"
         if self.wish != "auto":
             return f"{on_tensor if self.wish == 'tensor' else 'dp4a'}, as asked"
@@ -141,12 +143,12 @@ class Products:
             return None if self.card.kind == "emulated" else "dp4a; tensor cores were not measured"
         if not found.may_win(instruction):
             return (f"dp4a with {found.rates['dp4a']:.1f} TOPS on registers; {on_tensor} give "
-                    f"{found.rates[instruction]:.1f}")
+                    f"{found.rates.get(instruction, 0.0):.1f}")
         counted = {name: times for name, times in found.times.items() if formats is None or name in formats}
         figures = [f"{name} {1e3 * times.tensor:.2f} and {1e3 * times.dp4a:.2f}" if times.is_equal else
                    f"{name} dp4a alone, for other bits" for name, times in counted.items()]
         wins = any(self.uses_tensor(name, N, K, (ROWS,)) for name in counted)
-        return (f"{on_tensor + ' where they are faster' if wins else f'dp4a, faster than {on_tensor}'}; "
+        return (f"{on_tensor + ' where they are faster' if wins else f'dp4a, mostly faster than {on_tensor}'}; "
                 f"ms for {N} x {K} x {ROWS} by them and by dp4a: {', '.join(figures) or 'not measured'}")
 
 
