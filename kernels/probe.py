@@ -206,7 +206,7 @@ def tensor_pipe(cc):
 def _form(oldest, shape, unit, types, *operands, n_words=16, results=32):
     """(the oldest compute capability with it, the Pipe) of products of int8 on tensor cores. operands: c, a and b."""
     c, a, b = ("{{" + ", ".join(f"{{{name}}}" for name in names.split()) + "}}" for names in operands)
-    name = f"{'int8' if 's8' in types else 'fp16, sums fp32,'} tensor, mma {shape}"
+    name = f"{'int8 tensor' if 's8' in types else 'fp16 tensor with fp32 sums'}, mma {shape}"
     return oldest, Pipe(shape, name, unit, f"mma.sync.aligned.{shape}.row.col.{types} {c}, {a}, {b}, {c};",
                         n_words=n_words, results=results)
 

@@ -14,6 +14,8 @@ multiplication and an addition round twice where the fused multiply-add rounds o
 accurate (its kernels pass the same checks against float64), but not bit for bit those of other cards: a value halfway
 between two int8 may become the other one, so the bitwise check of kernels/quantize.py fails there.
 
+Tensor cores are not replaced: kernels for them are launched only where they are faster (kernels/products.py).
+
 Instructions per 4 products of int8: dp4a 1; dp2a 2, and 2 prmt; imad 4, and 8 extractions. Prmt and extractions run
 beside the multiplications, on another pipe (the ALU) of every generation from Volta on.
 """
