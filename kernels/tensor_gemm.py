@@ -352,14 +352,13 @@ def tensor_kernel(format, shape, instruction):
     add_first, add_second = (adder(format, each) for each in as_float)
     unpack, integers, load_book, n_dots = format.unpack, format.halves, format.load_book, 8 if two_dots(format) else 4
     per_row, half_bytes = 1 + minima, row_bytes // 2
-    copies_x, copies_w = copies and not minima, copies and not minima and w_is_halves
-    buffers = 3 if copies_x else 2
-    wait = wait_for_copies(buffers - 2)
+    copies_w, buffers = copies and w_is_halves, 3 if copies else 2
+    wait = wait_for_copies(0 if minima else 1)      # the sums of a block are made in the round before its products
     xd_at, w_at = row_bytes * tile_rows, (row_bytes + 4 * per_row) * tile_rows
     wd_at = w_at + row_bytes * tile_columns
     buffer = wd_at + 4 * n_scales * tile_columns
     resident = max(resident - (n_dots == 8 or row_bytes == 64), 1)
-    shared_words, end, is_partial = buffers * buffer // 4, buffers * buffer, carrying < threads // 32
+    shared_words, is_partial = buffers * buffer // 4, carrying < threads // 32
     w_warps, w_is_partial = w_threads // 32, w_threads < threads
     scale_parts, scale_warps, x_is_partial = -(-tile_rows // threads), tile_rows // 32, tile_rows < threads
     # From the first 16 bytes of a thread's block of w to the second, in shared memory.
@@ -430,6 +429,21 @@ def tensor_kernel(format, shape, instruction):
             start_copy(to + uint64(4 * threads * p), source + uint64(xd_from[p]))
 
     @cuda.jit(device=True, forceinline=True)
+    def put_sums(row_at, scale_at):
+        """Of rows of x that have come by copies, as `put_rows`."""
+        for p in range(scale_parts):
+            at, to = row_at + uint64(row_bytes * threads * p), scale_at + uint64(4 * threads * p)
+            scale = word_as_float(load_shared(to))
+            total = int32(0)
+            for h in range(2):
+                w0, w1, w2, w3 = load_shared4(at ^ uint64(half_bytes * h))
+                total = word_sum(w3, word_sum(w2, word_sum(w1, word_sum(w0, total))))
+                if minima == 2 or h == 1:
+                    to = to + uint64(4 * tile_rows)
+                    store_shared(to, float_as_word(scale * float32(total)))
+                    total = int32(0)
+
+    @cuda.jit(device=True, forceinline=True)
     def multiply_columns(acc, first, end, bias, a, x_scales, w_at, wd_here):
         for c in range(first, end, 2):
             b, w_scales = cuda.local.array(words, uint32), cuda.local.array((2, n_scales, 2), uint32)
@@ -489,8 +503,9 @@ def tensor_kernel(format, shape, instruction):
         w_to = x_to + uint64(w_at)
         if not w_is_halves:
             w_to = opaque_address(start + place(thread, uint32(0)) + uint64(w_at))
+        row_at = w_to - uint64(w_at)    # of row `thread` of x, where w does not come by halves
         wd_to = opaque_address(start + uint64(wd_at) + uint64(uint32(thread << uint32(2))))
-        if copies_x:
+        if copies:
             xd_to = opaque_address(start + uint64(xd_at) + uint64(uint32(thread << uint32(2))))
         else:
             xd_to = opaque_address(start + uint64(xd_at) + uint64(uint32(pair << uint32(2))) + uint64(
@@ -521,48 +536,56 @@ def tensor_kernel(format, shape, instruction):
                 put_columns(raw, w_to + filling, wd_to + filling, book)
                 if copies_w:
                     copy_columns(w_to + filling, wq, starts, b)
-            if carries and copies_x:
+            if carries and copies:
                 copy_rows(x_to + filling, xq, x_from, b)
-            if scale_carries and copies_x:
+            if scale_carries and copies:
                 copy_scales(xd_to + filling, xd, xd_from, b)
-            if carries and not copies_x:
+            if carries and not copies:
                 fetch_rows(x_words, x_scales, xq, xd, x_from, b)
                 put_rows(x_words, x_scales, x_to + filling, xd_to + filling)
-            if copies_x:
+            if copies:
                 commit_copies()
             filling, block = filling + uint64(buffer), uint32(block + uint32(1))
         b = min(block, last)
         if w_carries:
             fetch(raw, wq, wd, starts, blocks, b)
-        if carries and not copies_x:
+        if carries and not copies:
             fetch_rows(x_words, x_scales, xq, xd, x_from, b)
-        now, done = uint64(0), uint32(0)
+        now, following, done = uint64(0), uint64(buffer), uint32(0)
+        if copies and minima:
+            wait()
+            cuda.syncthreads()
+            if scale_carries:
+                put_sums(row_at, xd_to)
         while done < blocks:
-            if copies_x:
+            if copies:
                 wait()
             cuda.syncthreads()
             if w_carries:
                 put_columns(raw, w_to + filling, wd_to + filling, book)
                 if copies_w:
                     copy_columns(w_to + filling, wq, starts, b)
-            if carries and copies_x:
+            if carries and copies:
                 copy_rows(x_to + filling, xq, x_from, b)
-            if scale_carries and copies_x:
+            if scale_carries and copies:
                 copy_scales(xd_to + filling, xd, xd_from, b)
-            if copies_x:
+            if copies:
                 commit_copies()
-            if carries and not copies_x:
+            if carries and not copies:
                 put_rows(x_words, x_scales, x_to + filling, xd_to + filling)
+            if copies and minima and scale_carries:
+                put_sums(row_at + following, xd_to + following)
             block = uint32(block + uint32(1))
             b = min(block, last)
             if w_carries:
                 fetch(raw, wq, wd, starts, blocks, b)
-            if carries and not copies_x:
+            if carries and not copies:
                 fetch_rows(x_words, x_scales, xq, xd, x_from, b)
             multiply_block(acc, bias, x_here + now, w_here + now, xd_here + now, wd_here + now)
-            now, filling = now + uint64(buffer), filling + uint64(buffer)
-            now = uint64(0) if now == uint64(end) else now
-            filling = uint64(0) if filling == uint64(end) else filling
+            if copies:
+                now, following, filling = following, filling, now
+            else:
+                now, filling = filling, now
             done = uint32(done + uint32(1))
 
         first_row, first_column = uint32(first_row + lane_row), uint32(first_column + lane_column)
