@@ -7,12 +7,17 @@ Operands, formats, shapes and the float chain are those of kernels/q8_gemm.py. I
 way it is made: there by 8 dp4a, here by an `mma`. So each number of y has the same bits.
 
 A warp makes a tile of y from products of 16 rows x 8 columns x 32 of k. Lane 4 g + t then has dots of rows g and g + 8
-and of columns 2 t and 2 t + 1 (kernels/intrinsics.py), and scales them. A block of threads has several warps, one below
-the other and side by side. It brings each block of k from global to shared memory, in two buffers: while one is
-multiplied, the next block is on its way from global memory to registers, and then it goes into the other buffer.
+and of columns 2 t and 2 t + 1 (kernels/intrinsics.py), and scales them. A warp keeps its rows of a block of k in
+registers, and passes over its columns 16 at a time. A block of threads has several warps, one below the other and side
+by side. It brings each block of k from global to shared memory.
 
     shared memory       x  [rows of the tile][32] bytes, then [1 to 3][rows] words: scales, scale * sum
                         w  [columns of the tile][32] bytes, then [1 to 4][columns] words: their scales
+
+From sm_80 on, x and Q8_0 go there by copies that pass no register, two blocks ahead, into one of three buffers. What
+must be unpacked passes through registers, as everything does on older cards: while one block is multiplied, the next
+lies in the second buffer, and the one after that is on its way to registers. A thread computes its addresses in shared
+memory once (`opaque_address`): the compiler would make them anew in each round.
 
 INSTRUCTIONS has a Form of these products for each `mma`:
 
@@ -24,11 +29,17 @@ INSTRUCTIONS has a Form of these products for each `mma`:
     m8n8k4      halves with float32 sums, sm_70. Threads that store a block make halves of its int8, so a block has 64
                 bytes. Integers up to 128 are exact as halves, and their dot is as a float: it stays below 2**24.
 
-A sum of int8 starts at the bias with which its bits are those of a float (`unbias`), or at 0 and is converted (Shape).
-The bias lies in four registers. The assembler must not know its value, or it would make it anew for each product.
+A sum of int8 starts at the bias with which its bits are those of a float (`unbias`). The bias lies in four registers.
+The assembler must not know its value, or it would make it anew for each product. The mixed form converts half of the
+dots instead (I2FP, from sm_86 on), which runs in a pipe of its own; the conversion of older cards is slow.
 
 Pipe: tensor. But beside one m16n8k32 a lane takes 12 float32 operations for the scales of its 4 numbers. So the bound
-is the issue of instructions. In the loop of Q8_0, 208 of 304 are these.
+is the issue of instructions: a loop on registers makes 381 to 400 TOPS on an H100, bare products 1,160. In the loop of
+a warp of 64 x 64, on sm_90:
+
+                        Q8_0    Q4_K    Q2_K    Q6_K
+    instructions         482     669     831     963
+    mma and scales       416     544     672     832
 """
 
 from collections.abc import Callable
@@ -365,6 +376,12 @@ def tensor_kernel(format, shape, instruction):
     step, flip = (row_bytes * w_threads // 2, 0) if w_is_halves else (0, half_bytes)
 
     @cuda.jit(device=True, forceinline=True)
+    def tile_of(warp):
+        """The first row and column of a warp in the tile of its block of threads."""
+        return (uint32(uint32(warp % uint32(down)) * uint32(16 * rows)),
+                uint32(uint32(warp // uint32(down)) * uint32(8 * columns)))
+
+    @cuda.jit(device=True, forceinline=True)
     def put_columns(raw, to, scale_to, book):
         """Unpacks blocks of w, given as they lie in global memory, and stores their int8 and scales."""
         for i in range(each):
@@ -510,14 +527,13 @@ def tensor_kernel(format, shape, instruction):
         else:
             xd_to = opaque_address(start + uint64(xd_at) + uint64(uint32(pair << uint32(2))) + uint64(
                 uint32(odd * uint32(4 * tile_rows))))
-        warp_row = uint32(uint32(warp % uint32(down)) * uint32(16 * rows))
-        warp_column = uint32(uint32(warp // uint32(down)) * uint32(8 * columns))
+        warp_row, warp_column = tile_of(warp)
         x_here = opaque_address(start + row_place(lane) + uint64(uint32(warp_row * uint32(row_bytes))))
         w_here = opaque_address(start + column_place(lane) + uint64(w_at) + uint64(
             uint32(warp_column * uint32(row_bytes))))
-        lane_row, lane_column = uint32(warp_row + own_row(lane)), uint32(warp_column + own_column(lane))
-        xd_here = opaque_address(start + uint64(xd_at) + uint64(uint32(lane_row << uint32(2))))
-        wd_here = opaque_address(start + uint64(wd_at) + uint64(uint32(lane_column << uint32(2))))
+        xd_here = opaque_address(start + uint64(xd_at) + uint64(uint32(uint32(warp_row + own_row(lane)) << uint32(2))))
+        wd_here = opaque_address(start + uint64(wd_at) + uint64(
+            uint32(uint32(warp_column + own_column(lane)) << uint32(2))))
 
         acc = cuda.local.array((rows, columns, 4), float32)
         for r in range(rows):
@@ -588,7 +604,9 @@ def tensor_kernel(format, shape, instruction):
                 now, filling = filling, now
             done = uint32(done + uint32(1))
 
-        first_row, first_column = uint32(first_row + lane_row), uint32(first_column + lane_column)
+        warp_row, warp_column = tile_of(uint32(cuda.threadIdx.y))   # once more, so that they wait in no registers
+        first_row = uint32(first_row + uint32(warp_row + own_row(lane)))
+        first_column = uint32(first_column + uint32(warp_column + own_column(lane)))
         for i in range(2 * rows):
             row = uint32(first_row + uint32(16 * (i >> 1) + row_step * (i & 1)))
             for j in range(2 * columns):
@@ -601,14 +619,21 @@ def tensor_kernel(format, shape, instruction):
     return gemm_tensor_kernel
 
 
-SHAPES = {"128 x 128": Shape(2, 8, 4, 2, 2), "64 x 128": Shape(2, 8, 2, 2, 3), "32 x 128": Shape(2, 4, 1, 4, 4)}
-# For formats without minima, and with one dot for a block: others would not have the registers. Nor would halves.
-WIDE = {"128 x 128 of 4 warps": Shape(4, 8, 2, 2, 2)}
+SHAPES = {"128 x 128": Shape(4, 8, 2, 2, 2), "128 x 128 of 8 warps": Shape(2, 8, 4, 2, 2),
+          "64 x 128": Shape(2, 8, 2, 2, 3), "32 x 128": Shape(2, 4, 1, 4, 4)}
 SMALLEST = SHAPES["32 x 128"]
 
-# Shapes that `shape_for` chooses from -> (the time of a block of threads that has an SM for itself, the time that each
-# further block adds), per weight of a row and in the unit of q8_gemm.block_time. Measured on an H100.
-TIMES = {SHAPES["128 x 128"]: (20.5, 17.1), SHAPES["64 x 128"]: (12.0, 9.6), SHAPES["32 x 128"]: (8.1, 7.4)}
+# Shapes -> (the time of a block of threads that has an SM for itself, the time that each further block adds), per
+# weight of a row and in the unit of q8_gemm.block_time. Measured on an H100, Q8_0.
+TIMES = {SHAPES["128 x 128"]: (21.4, 13.8), SHAPES["128 x 128 of 8 warps"]: (21.4, 16.6),
+         SHAPES["64 x 128"]: (11.4, 8.7), SHAPES["32 x 128"]: (8.0, 7.5)}
+
+
+def shapes_of(instruction):
+    """The keys of SHAPES for a key of INSTRUCTIONS. A warp of 64 x 64 has no registers left for what it carries; so it
+    needs copies."""
+    copies = INSTRUCTIONS[instruction][1](False).copies
+    return [name for name in SHAPES if name != ("128 x 128 of 8 warps" if copies else "128 x 128")]
 
 
 def tile_work(card, n, rows, shape):
@@ -637,7 +662,8 @@ def shape_for(card, n, rows, format, concurrent=False):
     if card.kind == "emulated" and not getattr(card, "like", None):
         return SMALLEST
     time = tile_work if concurrent else tile_time
-    return min(TIMES, key=lambda shape: time(card, n, rows, shape))
+    shapes = [SHAPES[name] for name in shapes_of(instruction_of(card))]
+    return min(shapes, key=lambda shape: time(card, n, rows, shape))
 
 
 def relative_time(card, n, k, micro_batches, format=FORMATS["Q8_0"]):
@@ -691,11 +717,11 @@ def check(card, n, k, rows, add=False, shape=None, format=FORMATS["Q8_0"], instr
 
 def cases(card):
     """The checks of all shapes, then their times beside those of dp4a."""
-    for name, shape in (SHAPES | WIDE).items():
+    for name, shape in SHAPES.items():
         for case in q8_gemm.CASES:
             yield Case("{} x {}, {} rows, ".format(*case) + name, partial(check, card, *case, shape=shape))
     for size in [(512, 512, 64)] if card.kind == "emulated" else TIMED:
-        for name, shape in (SHAPES | WIDE).items():
+        for name, shape in SHAPES.items():
             yield timed(card, name, partial(gemm, shape=shape), FORMATS["Q8_0"], *size)
         yield timed(card, "dp4a", q8_gemm.gemm, FORMATS["Q8_0"], *size)
 
