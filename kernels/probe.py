@@ -211,7 +211,7 @@ def _form(oldest, shape, unit, types, *operands, n_words=16, results=32):
                         n_words=n_words, results=results)
 
 
-# Key of INSTRUCTIONS of kernels/tensor_gemm.py -> the same of its products. Float32 sums lie in registers of 32 bits.
+# Shape of an mma of kernels/tensor_gemm.py -> the same of its products. Float32 sums lie in registers of 32 bits.
 FORMS = {
     "m16n8k32": _form((8, 0), "m16n8k32", "TOPS", "s32.s8.s8.s32", "c0 c1 c2 c3", "x y x y", "x y", results=128),
     "m8n8k16": _form((7, 5), "m8n8k16", "TOPS", "s32.s8.s8.s32", "c0 c1", "x", "y"),

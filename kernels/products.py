@@ -52,25 +52,30 @@ class Times(NamedTuple):
 
 @dataclass
 class Found:
-    """What was measured on a card. rates: "dp4a", and the instruction of tensor cores -> 1e12 operations of int8 per
-    second in a loop on registers. times: name of a weight format -> Times."""
+    """What was measured on a card. rates: "dp4a", and a key of probe.FORMS -> 1e12 operations of int8 per second in a
+    loop on registers. times: name of a weight format -> Times."""
     rates: dict = field(default_factory=dict)
     times: dict = field(default_factory=dict)
 
-    def may_win(self, instruction):
+    def may_win(self, form):
         """Whether products of tensor cores may be faster."""
-        return self.rates.get(instruction, 0.0) > self.rates.get("dp4a", math.inf)
+        return self.rates.get(form, 0.0) > self.rates.get("dp4a", math.inf)
 
 
 # ---- the choice --------------------------------------------------------------------------------------------------
 
 def instruction_of(card):
-    """The key of tensor_gemm.INSTRUCTIONS that is a card's, or None. An emulated card can run all of them; it takes
-    that of the card which it is like, or else the largest."""
+    """The key of tensor_gemm.INSTRUCTIONS for a card, or None. An emulated card that is like another one takes that
+    one's."""
     like = getattr(card, "like", None)
-    if card.kind == "emulated" and like is None:
-        return next(iter(tensor_gemm.INSTRUCTIONS))
-    return next((pipe.key for pipe in probe.forms_of(like.cc if like else card.cc)), None)
+    if card.kind != "emulated" or like is None:
+        return tensor_gemm.instruction_of(card)
+    return next((key for key, (oldest, _) in tensor_gemm.INSTRUCTIONS.items() if like.cc >= oldest), None)
+
+
+def form_of(instruction):
+    """The key of probe.FORMS: the `mma` of an instruction, of which there may be several kernels."""
+    return instruction.split()[0]
 
 
 class Products:
@@ -136,14 +141,15 @@ class Products:
         found, instruction = self.found, instruction_of(self.card)
         if formats is not None and not formats:
             return None
-        on_tensor = f"tensor cores (mma {instruction})"
+        form = instruction and form_of(instruction)
+        on_tensor = f"tensor cores (mma {form})"
         if self.wish != "auto":
             return f"{on_tensor if self.wish == 'tensor' else 'dp4a'}, as asked"
         if not found.rates:
             return None if self.card.kind == "emulated" else "dp4a; tensor cores were not measured"
-        if not found.may_win(instruction):
+        if not found.may_win(form):
             return (f"dp4a with {found.rates['dp4a']:.1f} TOPS on registers; {on_tensor} give "
-                    f"{found.rates.get(instruction, 0.0):.1f}")
+                    f"{found.rates.get(form, 0.0):.1f}")
         counted = {name: times for name, times in found.times.items() if formats is None or name in formats}
         figures = [f"{name} {1e3 * times.tensor:.2f} and {1e3 * times.dp4a:.2f}" if times.is_equal else
                    f"{name} dp4a alone, for other bits" for name, times in counted.items()]
@@ -199,9 +205,9 @@ def measure_products(card, formats=("Q8_0",), anew=False):
         return False
     if anew:
         formats, before = {*formats, *before.times}, Found()
-    found = Found(before.rates or measure_rates(card, instruction), dict(before.times))
+    found = Found(before.rates or measure_rates(card, form_of(instruction)), dict(before.times))
     missing = sorted(set(formats) - found.times.keys())
-    if missing and found.may_win(instruction):
+    if missing and found.may_win(form_of(instruction)):
         found.times |= measure_times(card, missing, instruction)
     if found == before:
         return False
@@ -210,12 +216,12 @@ def measure_products(card, formats=("Q8_0",), anew=False):
     return True
 
 
-def measure_rates(card, instruction):
+def measure_rates(card, form):
     """The `rates` of a Found: from the report of the probe, or from a loop of each instruction."""
-    report, pipe = probe.load(card), probe.FORMS[instruction][1]
-    if report and report.value(instruction):
-        return {"dp4a": probe.dot_rates(report)[probe.fastest_dot(report)], instruction: report.value(instruction)}
-    return {key: probe.measure_pipe(card, each).value for key, each in (("dp4a", probe.PIPES[0]), (instruction, pipe))}
+    report = probe.load(card)
+    if report and report.value(form):
+        return {"dp4a": probe.dot_rates(report)[probe.fastest_dot(report)], form: report.value(form)}
+    return {pipe.key: probe.measure_pipe(card, pipe).value for pipe in (probe.PIPES[0], probe.FORMS[form][1])}
 
 
 def measure_times(card, formats, instruction):
