@@ -43,7 +43,7 @@ def cubin_path(compiled, cc, cache_dir):
     if assembler is None or cc not in compiler.supported_ccs():
         return None
     key = hashlib.sha256(repr((assembler[1], cc, compiled.ptx)).encode()).hexdigest()[:40]
-    return Path(cache_dir) / "cubin" / f"{key}.cubin"
+    return Path(cache_dir) / "cubin" / f"{key}.cubin.z"
 
 
 def assemble(compiled, cc, cache_dir):

@@ -19,6 +19,7 @@ environments on a machine share one cache.
 """
 
 import dis
+import gc
 import hashlib
 import importlib.metadata
 import linecache
@@ -31,6 +32,7 @@ import tempfile
 import threading
 import types as python_types
 import warnings
+import zlib
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
@@ -53,6 +55,7 @@ CACHE_DIR = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "
 n_compiled = 0                                  # kernels that this process has compiled; those found do not count
 _lock = threading.RLock()                       # Numba compiles one kernel at a time
 _memory = {}                                    # (kernel, types, cc, folder) -> Compiled
+_functions = {}                                 # (digest, types, options) -> Numba's result for a device function
 
 
 class CompileError(Exception):
@@ -173,14 +176,14 @@ def _load_or_compile(kernel, signature, cc, folder, compile):
     entry = "kernel_" + name                    # bare names such as `add` are reserved words of PTX
     try:
         key = cache_key(kernel, signature, cc)
-        ptx = load(folder / f"{key}.ptx")
+        ptx = load(folder / f"{key}.ptx.z")
         if ptx is not None:
             return Compiled(name, signature, entry, ptx.decode())
         if compile is None:
             return None
         ptx = compile(kernel, signature, cc, entry)
         n_compiled += 1
-        store(folder / f"{key}.ptx", ptx.encode())
+        store(folder / f"{key}.ptx.z", ptx.encode())
         return Compiled(name, signature, entry, ptx)
     except Exception as error:
         raise CompileError(f"kernel {name}({', '.join(signature)}) for sm_{cc[0]}{cc[1]}: {error}") from error
@@ -191,7 +194,7 @@ def _compile(kernel, signature, cc, entry):
 
     Only this function uses Numba's inner interfaces: its public ones cannot switch contraction off.
     """
-    with warnings.catch_warnings(), _device_of(cc):
+    with warnings.catch_warnings(), _compiling_for(cc), _without_collections():
         warnings.simplefilter("ignore", NumbaDebugInfoWarning)
         result = compile_cuda(kernel.py_func, types.void, tuple(_numba_type(t) for t in signature),
                               lineinfo=True, nvvm_options={"opt": 3, "fma": False}, cc=cc)
@@ -231,14 +234,39 @@ def launches_overlap(cc):
 
 
 @contextmanager
-def _device_of(cc):
-    """Tells Numba the compute capability for which device functions are compiled. Numba would ask the driver for it."""
-    question = dispatcher.get_current_device
+def _compiling_for(cc):
+    """Tells Numba the compute capability for which device functions are compiled (it would ask the driver), and has it
+    compile equal ones once."""
+    before = dispatcher.get_current_device, dispatcher.compile_cuda
     dispatcher.get_current_device = lambda: python_types.SimpleNamespace(compute_capability=cc)
+    dispatcher.compile_cuda = _compile_device_function
     try:
         yield
     finally:
-        dispatcher.get_current_device = question
+        dispatcher.get_current_device, dispatcher.compile_cuda = before
+
+
+def _compile_device_function(function, return_type, args, **options):
+    """Numba's `compile_cuda`, which is asked once for all equal functions: those with the same code, closure and
+    globals, as the kernels of a family have them, each made anew by the same lines."""
+    digest = hashlib.sha256()
+    _feed(digest, function, {})
+    place = digest.digest(), return_type, args, repr(sorted(options.items()))
+    if place not in _functions:
+        _functions[place] = compile_cuda(function, return_type, args, **options)
+    return _functions[place]
+
+
+@contextmanager
+def _without_collections():
+    """Python's collector rests: the compiler makes millions of small objects and few circles."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
 
 
 def _compile_cuda_c(source, cc):
@@ -481,32 +509,38 @@ def _source(function):
 # ---- files -------------------------------------------------------------------------------------------------
 
 MOST_BYTES = 256 << 20                          # in a folder of the cache; files used longest ago are deleted
+LOOKS = 64                                      # times that a folder is looked at while MOST_BYTES are written
+COMPRESSION = 1                                 # zlib's fastest level: PTX shrinks fourfold, machine code threefold
 
 
 def load(path):
-    """The bytes that `store` wrote to `path`. None: there is no such file, or it is damaged."""
+    """The bytes that `store` was given for `path`. None: there is no such file, or it is damaged."""
     try:
         content = Path(path).read_bytes()
     except OSError:
         return None
     with suppress(OSError):
         os.utime(path)                          # `_make_room` keeps what was used last
-    digest, data = content[:32], content[32:]
-    return data if hashlib.sha256(data).digest() == digest else None
+    digest, packed = content[:32], content[32:]
+    return zlib.decompress(packed) if hashlib.sha256(packed).digest() == digest else None
 
 
 def store(path, data):
-    """Writes `data` and a checksum to `path`. Other processes see the whole file or none. A full disk is only a
-    warning."""
-    path = Path(path)
+    """Writes a checksum and `data`, compressed by zlib, to `path`. Other processes see the whole file or none. A full
+    disk is only a warning."""
+    path, packed = Path(path), zlib.compress(data, COMPRESSION)
+    digest = hashlib.sha256(packed).digest()
     temporary = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, temporary = tempfile.mkstemp(dir=path.parent)
         with os.fdopen(handle, "wb") as file:
-            file.write(hashlib.sha256(data).digest() + data)
+            file.write(digest + packed)
         os.replace(temporary, path)
-        _make_room(path.parent)
+        # A look at thousands of files takes as long as a small kernel: it is due once in MOST_BYTES / LOOKS that all
+        # processes write. The digest is as good as chance.
+        if int.from_bytes(digest[:4], "big") / 2**32 * MOST_BYTES < LOOKS * len(packed):
+            _make_room(path.parent)
     except OSError as error:
         if temporary:
             Path(temporary).unlink(missing_ok=True)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from numba import cuda, float32, uint32
+from numba import cuda, float32, int32, uint32
 from numba.cuda.extending import intrinsic
 
 from kernels import compile as compiler
@@ -132,6 +132,49 @@ def test_capabilities():
     assert compiler.target_cc((8, 8)) == max(cc for cc in supported if cc <= (8, 8))
     with pytest.raises(CompileError, match="sm_30"):
         compiler.target_cc((3, 0))
+
+
+# ---- device functions that are equal -----------------------------------------------------------------------
+
+def family(factor, option="device"):
+    """A kernel of a family, with device functions of its own."""
+    @cuda.jit(device=True, forceinline=option == "forceinline")
+    def scaled(x):
+        return x * float32(factor)
+
+    @cuda.jit
+    def member(x):
+        x[uint32(0)] = scaled(x[uint32(1)])
+        x[uint32(2)] = scaled(float32(int32(x[uint32(3)])))
+
+    return member
+
+
+def test_equal_device_functions_are_compiled_once(tmp_path, monkeypatch):
+    """And no others: with another constant, argument type, option or capability a function is another one."""
+    asked = []
+
+    def counted(function, *rest, **options):
+        asked.append(function.__name__)
+        return compile_cuda(function, *rest, **options)
+
+    compile_cuda = compiler.compile_cuda
+    monkeypatch.setattr(compiler, "compile_cuda", counted)
+    monkeypatch.setattr(compiler, "_functions", {})
+
+    def new(*which, types=("float32[1]",), cc=OLDEST):
+        """How often `scaled` is compiled for a kernel, and the PTX."""
+        asked.clear()
+        ptx = compile_kernel(family(*which), types, cc, tmp_path / f"{len(list(tmp_path.iterdir()))}").ptx
+        assert asked.count("member") == 1
+        return asked.count("scaled"), ptx
+
+    n, ptx = new(3)
+    assert n == 1 and new(3) == (0, ptx) and "0f40400000" in ptx
+    n, other = new(5)
+    assert n == 1 and other == ptx.replace("0f40400000", "0f40A00000")
+    assert new(3, "forceinline")[0] == 1 and new(3, types=("float64[1]",))[0] == 1
+    assert new(3, cc=(9, 0))[0] == 1
 
 
 # ---- arguments ---------------------------------------------------------------------------------------------
@@ -467,16 +510,35 @@ def test_damaged_entries_are_made_again(tmp_path):
 
 
 def test_what_was_used_longest_ago_makes_room(tmp_path, monkeypatch):
-    monkeypatch.setattr(compiler, "MOST_BYTES", 3 * (1000 + 32))
+    noise = os.urandom(2500)                    # no smaller when compressed
+    compiler.store(tmp_path / "one", noise[:1000])
+    monkeypatch.setattr(compiler, "MOST_BYTES", 3 * (tmp_path / "one").stat().st_size)
     folder = tmp_path / "native"
     for age, name in enumerate("abc"):
-        compiler.store(folder / name, bytes(1000))
+        compiler.store(folder / name, noise[:1000])
         os.utime(folder / name, (1000 + age, 1000 + age))
-    assert compiler.load(folder / "a") == bytes(1000)
-    compiler.store(folder / "d", bytes(1000))
+    assert compiler.load(folder / "a") == noise[:1000]
+    compiler.store(folder / "d", noise[:1000])
     assert {file.name for file in folder.iterdir()} == {"a", "c", "d"}
-    compiler.store(folder / "e", bytes(2500))
+    compiler.store(folder / "e", noise)
     assert {file.name for file in folder.iterdir()} == {"e"}
+
+
+def test_a_look_for_room_comes_once_in_many_files(tmp_path, monkeypatch):
+    """And it comes: files of a 6400th of what a folder may hold cause one in a hundred."""
+    looks = []
+    monkeypatch.setattr(compiler, "_make_room", looks.append)
+    monkeypatch.setattr(compiler, "MOST_BYTES", 6400 * 120)
+    for i in range(500):
+        compiler.store(tmp_path / "file", b"%100d" % i + np.random.default_rng(i).bytes(100))
+    assert 1 <= len(looks) <= 15
+
+
+def test_files_are_small(tmp_path):
+    """A suite's kernels must fit MOST_BYTES, or a second run compiles again what the first one threw out."""
+    ptx = compile_kernel(calls_device_function, ("float32[1]", "uint32"), OLDEST, tmp_path).ptx
+    file, = (tmp_path / "ptx").iterdir()
+    assert compiler.load(file) == ptx.encode() and file.stat().st_size < len(ptx) / 2
 
 
 def test_folder_that_cannot_be_written(tmp_path):

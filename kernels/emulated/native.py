@@ -135,7 +135,7 @@ def _version(translator):
 
 def _path(ptx, block, target, cache_dir, translator):
     key = hashlib.sha256("\0".join((ptx, str(block), str(target), _version(translator))).encode()).hexdigest()
-    return Path(cache_dir) / f"{key}.o"
+    return Path(cache_dir) / f"{key}.o.z"
 
 
 def is_cached(ptx, block, cache_dir, translator):
