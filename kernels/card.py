@@ -604,7 +604,7 @@ class Card:
         for types, block in needed:
             if (types, block) not in jobs:
                 on_done(types[0].__name__)
-        if len(jobs) >= WORTH_WORKERS:
+        if len(jobs) >= WORTH_WORKERS and workers.own_processors() > 1:
             workers.run(jobs, lambda need: on_done(need[0][0].__name__))
             return
         for (types, _), job in jobs.items():

@@ -19,12 +19,18 @@ from queue import Empty, SimpleQueue
 from numba.cuda import cloudpickle
 
 MOST_WORKERS = 16           # each takes about 250 MB
+sharers = 1                 # processes that compile at the same time: the suite of tests sets it
 START = "import pickle, sys; sys.path[:] = pickle.load(sys.stdin.buffer); from kernels.workers import work; work()"
 
 
 def usable_processors():
     """How many processors this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def own_processors():
+    """How many processors each of the sharers has. Workers are worth their start, 2 s, from two on."""
+    return usable_processors() // sharers
 
 
 def work():

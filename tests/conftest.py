@@ -6,6 +6,7 @@ import pytest
 
 pytest.register_assert_rewrite("tests.card_cases")      # before anything imports it
 
+from kernels import workers
 from kernels.nvidia import open_nvidia_cards
 from kernels.open import open_cards
 from tests.oracle import EMBEDDING, RERANKER, oracle_path
@@ -17,6 +18,12 @@ pytest.register_assert_rewrite("tests.clients", "tests.four_ways")     # what te
 def _cards():
     """One card of each kind and number, by name."""
     return {card.name: card for card in open_cards("emulated") + open_nvidia_cards(required=False)}
+
+
+def pytest_configure(config):
+    """Processes that share the suite on as many processors compile all kernels themselves, since each remembers the
+    device functions that it has compiled."""
+    workers.sharers = getattr(config, "workerinput", {}).get("workercount", 1)
 
 
 def pytest_terminal_summary(terminalreporter):

@@ -98,8 +98,10 @@ def test_other_threads_are_not_collected():
     assert not needed and card.download(x).tolist() == [2] * 4
 
 
-@pytest.mark.parametrize("count", [2, 5])
-def test_kernels_are_compiled_once_and_elsewhere_if_many(tmp_path, monkeypatch, count):
+@pytest.mark.parametrize("count, processors", [(2, 2), (5, 2), (5, 1)])
+def test_kernels_are_compiled_once_and_elsewhere_if_many(tmp_path, monkeypatch, count, processors):
+    monkeypatch.setattr(workers, "own_processors", lambda: processors)
+    elsewhere = count >= cards.WORTH_WORKERS and processors > 1
     ran, run = [], workers.run
     monkeypatch.setattr(workers, "run", lambda jobs, on_done: ran.append(len(jobs)) or run(jobs, on_done))
     for _ in range(2):
@@ -111,13 +113,15 @@ def test_kernels_are_compiled_once_and_elsewhere_if_many(tmp_path, monkeypatch, 
         for factor, each in enumerate(kernels):
             card.launch(each, 1, 32, y, x, 4)
             assert card.download(y).tolist() == [factor * i for i in range(4)]
-        if count < cards.WORTH_WORKERS:
+        if not elsewhere:
             monkeypatch.undo()
             break
-    assert ran == ([count] if count >= cards.WORTH_WORKERS else [])
+    assert ran == ([count] if elsewhere else [])
 
 
-def test_a_kernel_that_cannot_be_compiled_says_so(tmp_path):
+def test_a_kernel_that_cannot_be_compiled_says_so(tmp_path, monkeypatch):
+    monkeypatch.setattr(workers, "own_processors", lambda: 2)
+
     @cuda.jit
     def wrong(y, x, n):
         y[0] = x.no_such_thing
