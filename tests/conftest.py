@@ -39,7 +39,10 @@ LONGEST = ("test_ptx.py", "test_quantized_models.py", "test_attend_decode.py", "
 
 
 def pytest_collection_modifyitems(items):
-    """The longest files first; the others stay in their order."""
+    """The longest files first; the others stay in their order. What is slow on the emulated card is `slow` there."""
+    for item in items:
+        if item.get_closest_marker("slow_if_emulated") and _cards()[item.callspec.params["card"]].kind == "emulated":
+            item.add_marker("slow")
     items.sort(key=lambda item: LONGEST.index(item.path.name) if item.path.name in LONGEST else len(LONGEST))
 
 

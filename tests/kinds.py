@@ -13,5 +13,12 @@ def kind(format):
 
 
 FIRST = {kind(format): format.name for format in reversed(PACKED)}      # the first packed format of each kind
-BY_KIND = [name if name in (*FIRST.values(), "Q8_0") else pytest.param(name, marks=pytest.mark.slow)
-           for name in FORMATS]
+
+
+def of_each_kind(others):
+    """The names of all formats for `parametrize`. Those that are not the first of their kind have the mark `others`."""
+    return [name if name in (*FIRST.values(), "Q8_0") else pytest.param(name, marks=others) for name in FORMATS]
+
+
+BY_KIND = of_each_kind(pytest.mark.slow)
+BY_KIND_IF_EMULATED = of_each_kind(pytest.mark.slow_if_emulated)        # a real card has all of them in every run

@@ -82,7 +82,7 @@ def test_tiles_of_concurrent_products_are_those_of_least_work():
 
 
 @pytest.mark.parametrize("rows", q8_gemm.TILES)
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", BY_KIND)
 def test_everything_stays_in_registers(name, rows):
     """On sm_70. Arrays in local memory would mean that a loop over rows has not been unrolled."""
     format = FORMATS[name]

@@ -150,7 +150,8 @@ def _cached(ptx, block, target, cache_dir, translator):
     if content is not None:
         header, data = content.split(b"\n", 1)
         return Translated(**{k: _tuples(v) for k, v in json.loads(header).items()}), data
-    translated = translate(ptx, block, target, translator)
+    with compiler.without_collections():
+        translated = translate(ptx, block, target, translator)
     data = compile_object(translated.ir, target, translator.level)
     translated = replace(translated, ir="")
     if path:
