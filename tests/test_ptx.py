@@ -57,9 +57,10 @@ def engine_kernels(directory):
     return sorted(used, key=lambda key: (key[0].__name__, key[1:]))
 
 
-def products_of_real_cards(format, columns, widths):
+def products_of_real_cards(format, columns, widths, every_tile=False):
     """The decode products of a format in the shapes that the emulated card does not use: of these numbers of columns
-    for a warp, of 17,408 and 3,584 numbers too (down of 27B and 0.8B) and, after the norm, of rows of these widths."""
+    for a warp, of 17,408 and 3,584 numbers too (down of 27B and 0.8B) and, after the norm, of rows of these widths; of
+    tiles every shape, or the last alone."""
     card, fmt = SimpleNamespace(kind="cuda", n_sms=80), decoder(format)
     w = "int8[1]" if format.bits == 8 else "uint8[1]", "uint16[1]"
     x, y, norm = ("int8[1]", "float32[1]"), ("float32[1]", "uint32"), ("float32[1]", "float32[1]", "float32")
@@ -76,7 +77,7 @@ def products_of_real_cards(format, columns, widths):
     kernel = q8_gemv.swiglu_kernel(fmt, 1, q8_gemv.shape_for(card, fmt, 1, 4096, True), True)
     yield kernel, *x, *w, *norm, *["uint32"] * 4
     shapes = decode_tile.shapes_of(format)
-    for shape in shapes if format is Q8_0 else shapes[-1:]:
+    for shape in shapes if every_tile else shapes[-1:]:
         yield decode_tile.tile_kernel(format, shape, False), *y, *w, *x, *["uint32"] * 5, "bool"
     yield decode_tile.tile_kernel(format, shapes[-1], True), *x, *w, *x, *["uint32"] * 5
 
@@ -211,7 +212,7 @@ def kernels(tmp_path_factory):
         pytest.skip("the installed CUDA toolkit cannot compile for sm_70")
     packed = [kernel for name in FIRST.values()
               for kernel in products_of_real_cards(FORMATS[name], [1, 2], [4096, 5120])]
-    products = [*products_of_real_cards(Q8_0, [1, 2, 4, 8], [4096, 5120]), *packed]  # the columns in between need less
+    products = [*products_of_real_cards(Q8_0, [1, 2, 4, 8], [4096, 5120], True), *packed]  # columns between need less
     attentions = [kernel for format in KV_FORMATS.values() for kernel in attention_of_other_heads(format)]
     keeping = checkpoint.keep_states_kernel, *["float32[1]"] * 2, "int32[1]", *["float32[1]"] * 2, *["int32[1]"] * 3, \
         *["uint32"] * 6
