@@ -38,7 +38,7 @@ from kernels.operands import Matrix, Quantized
 
 WISHES = "auto", "dp4a", "tensor"
 N, K, ROWS = 4096, 4096, 2048                            # of the product that is measured
-TURNS = 8                                                # of each kernel
+TURNS, AHEAD = 8, 6                                      # of each kernel; launches before each that is timed
 COMPARED = 64                                            # rows at each end of the product whose bits are compared
 FILE_FORMAT = 1                                          # of what is kept
 
@@ -196,7 +196,7 @@ def measure_products(card, formats=("Q8_0",), anew=False):
     """Finds out what is not known yet of a card, for weights in these formats, and keeps it. anew: also what is known.
     Returns whether anything was measured.
 
-    It takes some milliseconds for each format, after the kernels are compiled, and about 100 MB of the card's memory.
+    It takes a tenth of a second for each format, after the kernels are compiled, and about 100 MB of the card's memory.
     The card should have nothing else to do. An emulated card is not measured: its processor does not multiply faster by
     tensor cores.
     """
@@ -262,10 +262,12 @@ def have_equal_ends(card, *arrays):
 
 
 def seconds_in_turn(card, launches):
-    """The shortest seconds of each launch."""
+    """The shortest seconds of each launch. The host queues what is timed while the card is busy with AHEAD others: a
+    busy host may take longer to queue a launch than a card takes to do it, and would be timed in its place."""
     best = [math.inf] * len(launches)
     for _ in range(TURNS):
         for i, launch in enumerate(launches):
-            launch()                                # while the card is busy with it, the host queues what is timed
+            for _ in range(AHEAD):
+                launch()
             best[i] = min(best[i], probe.event_seconds(card, launch))
     return best
