@@ -1730,7 +1730,8 @@ class Scheduler(Rounds):
         self.landed_at: list[float | None] = [None] * pipeline.n_groups    # when a step landed right before this flight
         # The width for which the latest step of each group makes drafts of the block.
         self.planned = [1 + pace.has_block * min(pace.limit, FIRST_DRAFTS)] * pipeline.n_groups
-        self.uses = collections.Counter()           # (shape, group) -> steps; each result buffer needs a recording
+        self.recorded = set()           # (group, result buffer, shape) of the steps for which there was a recording
+        self.n_steps = [0] * pipeline.n_groups
         self.first_tokens = collections.deque()     # the Flights that end prompts
         self.next_groups = itertools.cycle(range(pipeline.n_groups))
         self.turns = Turns(pipeline.n_stages)
@@ -1981,8 +1982,10 @@ class Scheduler(Rounds):
         self.planned[group] = shape.n_drafts + 1
         for sequence in batch:
             sequence.in_flight = shape.width
-        self.uses[shape, group] += 1
-        replays = self.uses[shape, group] > BUFFERS
+        place = group, self.n_steps[group] % BUFFERS, shape
+        replays = place in self.recorded
+        self.recorded.add(place)
+        self.n_steps[group] += 1
         self.flights[group] = Flight(batch, tokens, self.turns.add_step(), shape.width, replays)
 
     def shape(self, batch: list[Sequence], group: int) -> StepShape:
@@ -2405,6 +2408,9 @@ class PlannedModel:
     def stage(self, card: Card, layers: range, demand: Demand, chunk: int | None) -> Stage:
         return stage_class(self.config)(Worker(card), self.config, self.on_paper, layers, demand, chunk)
 
+    def formats(self) -> list[str]:
+        return self.weights.formats()
+
     def layer(self, card: Card, index: int) -> Work:
         with self.on_paper.loading(card) as loader:
             return Layer.load(loader, self.config, index).work(self.config)
@@ -2423,14 +2429,21 @@ class PlannedModel:
 
 def measured_planner(opened: OpenModel, card: str | Card | list[Card] | None, demand: Demand) -> Planner:
     """As `make_planner`, on cards that have been measured. A card whose products of prompts were not measured yet is
-    measured now, and the plan is made anew. From now on, the cards' kernels go without throttled instructions."""
+    measured now, and the plan is made anew. The cards of the plan then avoid throttled instructions."""
     cards, formats = open_named(card), opened.weights.formats()
     planner = make_planner(opened, cards, demand)
-    for each in planner.cards:
-        each.replace(probe.saved_replacements(each))
+    planner.check()
+    avoid_throttled(planner.cards)
     if demand.products == "auto" and any([measure_products(each, formats) for each in planner.cards]):
-        return make_planner(opened, cards, demand)
+        planner = make_planner(opened, cards, demand)
+        avoid_throttled(planner.cards)
     return planner
+
+
+def avoid_throttled(cards: list[Card]):
+    """From now on, kernels of these cards go without the instructions that the probe has found throttled."""
+    for card in cards:
+        card.replace(probe.saved_replacements(card))
 
 
 def make_planner(opened: OpenModel, card: str | Card | list[Card] | None, demand: Demand) -> Planner:

@@ -48,6 +48,8 @@ def free_memory(root: Path = Path("/")) -> int:
 def groups(root: Path) -> Iterator[tuple[int, int]]:
     """(limit, bytes that are taken) of each group with a limit that this process is in."""
     for line in text_of(root / "proc/self/cgroup").splitlines():
+        if line.count(":") < 2:
+            continue
         _, controllers, name = line.split(":", 2)
         if controllers and "memory" not in controllers.split(","):
             continue
@@ -56,9 +58,9 @@ def groups(root: Path) -> Iterator[tuple[int, int]]:
         group = top / name.lstrip("/")
         group = group if group.is_dir() else top
         for folder in (group, *group.parents):
-            limit = text_of(folder / version.limit).strip()
-            if limit.isdigit():             # not "max"
-                yield int(limit), taken_by(folder, version)
+            limit = number_of(folder / version.limit)
+            if limit is not None:           # not "max"
+                yield limit, taken_by(folder, version)
             if folder == top:
                 break
 
@@ -67,12 +69,18 @@ def taken_by(group: Path, version: Version) -> int:
     """Bytes that a group has taken, without its files in the page cache."""
     counts = dict(re.findall(r"^(\w+) (\d+)$", text_of(group / "memory.stat"), re.MULTILINE))
     files = sum(int(counts.get(version.prefix + name, 0)) for name in FILES)
-    return int(text_of(group / version.taken).strip() or 0) - files
+    return (number_of(group / version.taken) or 0) - files
+
+
+def number_of(file: Path) -> int | None:
+    """The number that a file holds, or None."""
+    text = text_of(file).strip()
+    return int(text) if re.fullmatch("[0-9]+", text) else None
 
 
 def text_of(file: Path) -> str:
     """"" if there is no such file, or if it cannot be read."""
     try:
-        return file.read_text()
+        return file.read_text(errors="replace")
     except OSError:
         return ""

@@ -224,7 +224,7 @@ def gain_of(products: Products, work: Work) -> float:
 
 def faster(speed: probe.Speed, gain: float) -> probe.Speed:
     """A card's Speed, with `gain` times as many operations of int8 products."""
-    return speed._replace(dot=speed.dot * gain)
+    return speed._replace(dot=speed.dot * gain) if gain != 1 else speed
 
 
 def context_seconds(operations: int, speed: probe.Speed) -> float:
@@ -492,6 +492,9 @@ class Blueprint(Protocol):
 
     def head_bytes(self, card: PlannedCard) -> int:
         """Bytes of the output head's matrix."""
+
+    def formats(self) -> list[str]:
+        """The formats of the matrices of layers, of experts not."""
 
     def in_format(self, format: str) -> "Blueprint":
         """The same model with its matrices in another weight format."""
@@ -838,7 +841,7 @@ class Planner:
                          f"{show_bytes(work.expert_bytes_read(1))}, and 8 tokens of different texts read "
                          f"{show_bytes(work.expert_bytes_read(8))}")
         lines += [f"products of prompts on {card.name}: {said}" for card in self.cards
-                  if (said := Products.of(card, d.products).describe())]
+                  if (said := Products.of(card, d.products).describe(self.blueprint.formats()))]
         lines += self.expert_lines()
         if len(self.cards) > 1:
             added, busy, decode = self.expected_hops()

@@ -238,9 +238,13 @@ def launches_overlap(cc):
 def _compiling_for(cc):
     """Tells Numba the compute capability for which device functions are compiled (it would ask the driver), has it
     compile equal ones once, and gives it line tables whose entries know their hash."""
-    before = dispatcher.get_current_device, dispatcher.compile_cuda, DIValue.__hash__
+    before, owner = (dispatcher.get_current_device, dispatcher.compile_cuda, DIValue.__hash__), threading.get_ident()
+
+    def compile_function(*arguments, **options):    # a thread of a user's may compile kernels of its own meanwhile
+        return (_compile_device_function if threading.get_ident() == owner else compile_cuda)(*arguments, **options)
+
     dispatcher.get_current_device = lambda: python_types.SimpleNamespace(compute_capability=cc)
-    dispatcher.compile_cuda = _compile_device_function
+    dispatcher.compile_cuda = compile_function
     DIValue.__hash__ = _hash_of_line_table
     try:
         yield

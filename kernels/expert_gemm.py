@@ -145,7 +145,7 @@ def high_kernel(format, rows):
 # neighbouring bytes of a column. The next ones are on their way to registers while it multiplies. Shared memory, in
 # bytes; where a tile has `rows` rows of a warp:
 #
-#     w  [DEPTH][128 columns][32], then their scales [DEPTH][1 to 5][128 columns][4]; each block of k has PAD more
+#     w  [DEPTH][128 columns][32], then their scales [DEPTH][1 to 3][128 columns][4]; each block of k has PAD more
 #     x  [4 warps][rows][DEPTH][32], then [4 warps][DEPTH][2 or 3][16][4]: scales, scale * sum
 #
 # The padding, the order of columns in `first_column` and that of halves in `half_at` are for the banks: 8 neighbouring

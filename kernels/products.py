@@ -7,11 +7,11 @@ Which of the two is faster, the name of a card does not say: vendors slow single
 tensor cores on others. So `measure_products` finds it out, once on each card and for each weight format:
 
     1  how many products of int8 a second both instructions make in loops on registers (kernels/probe.py). Where `mma`
-       makes fewer than dp4a, tensor cores cannot win: nothing else is measured, and no such kernel is compiled.
+       makes fewer than dp4a, tensor cores cannot win: nothing else is measured, and no product of theirs is compiled.
     2  whether a product of random matrices [N, K] and ROWS rows has the same bits by both kernels, and how long both
        take. They take turns, and the shortest time counts.
 
-What was found is kept beside the report of the probe, and found anew when one of the two kernels has changed.
+What was found is kept beside the report of the probe. Times are found anew when one of the two kernels has changed.
 
 The engine's own products have other sizes. Each kernel's `relative_time` knows how its time depends on the size. That
 of tensor cores is multiplied by a factor of the card and the format: with it, the two times have at [N, K] and ROWS
@@ -25,6 +25,8 @@ import functools
 import hashlib
 import json
 import math
+import os
+import tempfile
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -32,7 +34,8 @@ from typing import NamedTuple
 import numpy as np
 
 from kernels import probe, q8_gemm, synthetic, tensor_gemm
-from kernels.card import CardError
+from kernels.card import CardError, OutOfMemory
+from kernels.compile import CompileError
 from kernels.formats import FORMATS
 from kernels.operands import Matrix, Quantized
 
@@ -60,6 +63,10 @@ class Found:
     def may_win(self, form):
         """Whether products of tensor cores may be faster."""
         return self.rates.get(form, 0.0) > self.rates.get("dp4a", math.inf)
+
+    def gain(self, form):
+        """How many times as fast as dp4a tensor cores are in these loops; 1 where that is not known."""
+        return self.rates[form] / self.rates["dp4a"] if {form, "dp4a"} <= self.rates.keys() else 1.0
 
 
 # ---- the choice --------------------------------------------------------------------------------------------------
@@ -132,7 +139,9 @@ class Products:
         found, by_dp4a = list(self.factors.values()), q8_gemm.relative_time(self.card, n, k, sizes)
         if self.wish == "dp4a" or self.wish == "auto" and not found:
             return by_dp4a
-        on_tensor = tensor_gemm.relative_time(self.card, n, k, sizes) * (sum(found) / len(found) if found else 1)
+        if not found:                               # "tensor", as asked: the loops on registers must tell
+            return by_dp4a / self.found.gain(form_of(instruction_of(self.card)))
+        on_tensor = tensor_gemm.relative_time(self.card, n, k, sizes) * sum(found) / len(found)
         return on_tensor if self.wish == "tensor" else min(on_tensor, by_dp4a)
 
     def describe(self, formats=None):
@@ -151,18 +160,20 @@ class Products:
             return (f"dp4a with {found.rates['dp4a']:.1f} TOPS on registers; {on_tensor} give "
                     f"{found.rates.get(form, 0.0):.1f}")
         counted = {name: times for name, times in found.times.items() if formats is None or name in formats}
+        if not counted:
+            return f"dp4a; the products of {on_tensor} were not measured"
         figures = [f"{name} {1e3 * times.tensor:.2f} and {1e3 * times.dp4a:.2f}" if times.is_equal else
                    f"{name} dp4a alone, for other bits" for name, times in counted.items()]
         wins = any(self.uses_tensor(name, N, K, (ROWS,)) for name in counted)
         return (f"{on_tensor + ' where they are faster' if wins else f'dp4a, mostly faster than {on_tensor}'}; "
-                f"ms for {N} x {K} x {ROWS} by them and by dp4a: {', '.join(figures) or 'not measured'}")
+                f"ms for {N} x {K} x {ROWS} by them and by dp4a: {', '.join(figures)}")
 
 
 # ---- what is kept ------------------------------------------------------------------------------------------------
 
 @functools.cache
 def fingerprint():
-    """Of the text of both kernels: what was measured of others does not count."""
+    """Of the text of both kernels: times of others do not count."""
     texts = [Path(module.__file__).read_bytes() for module in (q8_gemm, tensor_gemm)]
     return hashlib.sha256(b"".join(texts)).hexdigest()[:16]
 
@@ -176,18 +187,31 @@ def path_of(card):
 def save(card, found):
     path = path_of(card)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"format": FILE_FORMAT, "kernels": fingerprint(), **asdict(found)}, indent=1) + "\n")
+    text = json.dumps({"format": FILE_FORMAT, "kernels": fingerprint(), **asdict(found)}, indent=1) + "\n"
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
+        file.write(text)
+    os.replace(file.name, path)                     # other processes see the whole file or none
 
 
 def load(card):
-    """What is kept of a card: a Found, or None."""
+    """What is kept of a card: a Found, or None. Without times, if they are of other kernels."""
     try:
         data = json.loads(path_of(card).read_text())
-        if (data["format"], data["kernels"]) == (FILE_FORMAT, fingerprint()):
-            return Found(data["rates"], {name: Times(*times) for name, times in data["times"].items()})
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        pass
-    return None
+        found = Found({key: positive(rate) for key, rate in data["rates"].items()},
+                      {name: Times(positive(dp4a), positive(tensor), is_equal is True)
+                       for name, (dp4a, tensor, is_equal) in data["times"].items() if name in FORMATS})
+        if data["format"] != FILE_FORMAT:
+            return None
+        return found if data["kernels"] == fingerprint() else Found(found.rates)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):      # of whatever is no such file
+        return None
+
+
+def positive(number):
+    """The number. ValueError: it is none, or not above zero, or has no end."""
+    if not isinstance(number, (int, float)) or not 0 < number < math.inf:
+        raise ValueError(f"{number!r} is no rate or time")
+    return number
 
 
 # ---- measurement -------------------------------------------------------------------------------------------------
@@ -197,8 +221,9 @@ def measure_products(card, formats=("Q8_0",), anew=False):
     Returns whether anything was measured.
 
     It takes a tenth of a second for each format, after the kernels are compiled, and about 100 MB of the card's memory.
-    The card should have nothing else to do. An emulated card is not measured: its processor does not multiply faster by
-    tensor cores.
+    The card should have nothing else to do. Where memory is too short for that, or a kernel does not compile, times stay
+    unknown, and products go by dp4a. An emulated card is not measured: its processor does not multiply faster by tensor
+    cores.
     """
     instruction, before = instruction_of(card), load(card) or Found()
     if card.kind == "emulated" or instruction is None or not formats:
@@ -208,7 +233,8 @@ def measure_products(card, formats=("Q8_0",), anew=False):
     found = Found(before.rates or measure_rates(card, form_of(instruction)), dict(before.times))
     missing = sorted(set(formats) - found.times.keys())
     if missing and found.may_win(form_of(instruction)):
-        found.times |= measure_times(card, missing, instruction)
+        with contextlib.suppress(OutOfMemory, CompileError):
+            found.times |= measure_times(card, missing, instruction)
     if found == before:
         return False
     with contextlib.suppress(OSError):              # then it is measured again at the next start

@@ -12,7 +12,7 @@ registers, and passes over its columns 16 at a time. A block of threads has seve
 by side. It brings each block of k from global to shared memory.
 
     shared memory       x  [rows of the tile][32] bytes, then [1 to 3][rows] words: scales, scale * sum
-                        w  [columns of the tile][32] bytes, then [1 to 4][columns] words: their scales
+                        w  [columns of the tile][32] bytes, then [1 to 3][columns] words: their scales
 
 From sm_80 on, x and Q8_0 go there by copies that pass no register, two blocks ahead, into one of three buffers. What
 must be unpacked passes through registers, as everything does on older cards: while one block is multiplied, the next
@@ -364,6 +364,7 @@ def tensor_kernel(format, shape, instruction):
     unpack, integers, load_book, n_dots = format.unpack, format.halves, format.load_book, 8 if two_dots(format) else 4
     per_row, half_bytes = 1 + minima, row_bytes // 2
     copies_w, buffers = copies and w_is_halves, 3 if copies else 2
+    wait_for_all = wait_for_copies(0)
     # The assembler would load the scales of w shortly before they are stored, and 8 warps of an SM do not hide how long
     # that takes. It moves no load across a barrier.
     loads_early = copies_w and threads * resident <= 256
@@ -608,6 +609,8 @@ def tensor_kernel(format, shape, instruction):
             else:
                 now, filling = filling, now
             done = uint32(done + uint32(1))
+        if copies:
+            wait_for_all()
 
         warp_row, warp_column = tile_of(uint32(cuda.threadIdx.y))   # once more, so that they wait in no registers
         first_row = uint32(first_row + uint32(warp_row + own_row(lane)))

@@ -306,10 +306,11 @@ def test_floats_do_not_lie_in_a_file(small_machine, tmp_path):
     write_as_float32(oracle_path("gguf/moe_mtp-Q8_0.gguf"), tmp_path / "float.gguf")
     small_machine(8 * MB)
     card = EmulatedCard()
+    before = set(files_without_names(card.cache_dir))   # of engines that nobody has collected yet
     with pytest.raises(OutOfMemory, match="this machine's processor would compute with them; it cannot with "
                                           "F32, only with quantised experts: take a weight format like Q8_0"):
         load(card, tmp_path / "float.gguf", expert_memory=MB)
-    assert not files_without_names(card.cache_dir)
+    assert set(files_without_names(card.cache_dir)) <= before
 
 
 def test_a_file_and_drafts(card, small_machine):

@@ -71,3 +71,11 @@ def test_a_system_without_such_files(tmp_path):
 
 def test_this_machine():
     assert 0 < host_memory.free_memory() <= host_memory.machine_bytes()
+
+
+@pytest.mark.parametrize("limit, taken", [("max", "max"), ("\u00b2", "5"), ("-1", "5"), ("", ""), ("1e9", "5")])
+def test_files_that_say_no_number_are_no_limit(machine, limit, taken):
+    root = machine("", **group(2, "box", limit, taken))
+    (root / "proc/self/cgroup").write_bytes(b"a line\n0::/b\xffx\n0::/box\n")
+    assert host_memory.free_memory(root) == 40 * MB
+    assert host_memory.machine_bytes(root) > 40 * MB

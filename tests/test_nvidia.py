@@ -14,7 +14,7 @@ import qengine
 from engine.worker import Worker
 from kernels import assembler
 from kernels import compile as compiler
-from kernels import nvidia
+from kernels import nvidia, workers
 from kernels.card import CardError, LaunchError
 from kernels.intrinsics import let_next_begin, wait_for_previous
 from kernels.open import open_cards
@@ -140,6 +140,8 @@ def test_kernels_of_a_model_are_assembled_by_workers(fake_card, tmp_path, monkey
         for n in (4, np.int32(4), np.int64(4), np.uint8(4)):             # a kernel each
             fake_card.launch(add_scaled, 1, 32, x, x, n, 1.0)
     monkeypatch.setattr(assembler, "run_assembler", None)                   # not by this process
+    monkeypatch.setattr(workers, "sharers", 1)
+    monkeypatch.setattr(workers, "usable_processors", lambda: 2)
     fake_card.compile_kernels(needed)
     for kernel in needed:
         fake_card.load_kernel(*kernel)
@@ -242,8 +244,8 @@ def test_what_the_host_asks_of_the_driver_for_a_token(fake_card, monkeypatch):
         monkeypatch.setattr(fake_driver, name, lambda *arguments, result=result: (fake_driver.OK, result))
     for name in "cuFuncSetAttribute", "cuLaunchKernel":
         monkeypatch.setattr(fake_driver, name, lambda *arguments: (fake_driver.OK,))
-    engine, calls = qengine.load("synthetic:tiny", card=fake_card, ctx=256, progress=False,
-                                 draft="off"), {True: [], False: []}
+    engine, calls = qengine.load("synthetic:tiny", card=fake_card, ctx=256, progress=False, draft="off",
+                                 products="dp4a"), {True: [], False: []}
     monkeypatch.setattr(fake_card, "fill", lambda *arguments: None)
     for each in itertools.chain(*engine.pipeline.last.sampler.results):        # kernels do nothing: a step gives token 0
         fake_card.copy_in(each.outcomes, np.array([[1, *[0] * 8, *[-1] * 7]], np.int32))

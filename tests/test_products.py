@@ -1,6 +1,7 @@
 """Which kernels multiply the rows of prompts: the same bits by either, and the choice by what was measured."""
 
 import json
+import math
 import re
 from types import SimpleNamespace
 
@@ -13,7 +14,8 @@ from cli.options import build_parser
 from engine.plan import gain_of
 from engine.request import RequestError
 from kernels import probe, products, q8_gemm, tensor_gemm
-from kernels.card import CardError
+from kernels.card import CardError, OutOfMemory
+from kernels.compile import CompileError
 from kernels.emulated.card import EmulatedCard
 from kernels.formats import FORMATS
 from kernels.open import open_cards
@@ -185,7 +187,7 @@ def test_the_choice(wish, found, format, chosen):
     ("auto", WINS, r"tensor cores .* where they are faster; ms for .* by them and by dp4a: Q8_0 0\.20 and 1\.00"),
     ("auto", Found(WINS.rates, {"Q8_0": Times(1e-3, 2e-3, True)}), "dp4a, mostly faster than .*: Q8_0 2.00 and 1.00"),
     ("auto", Found(WINS.rates, {"Q8_0": Times(1e-3, 2e-4, False)}), "dp4a, .* Q8_0 dp4a alone, for other bits"),
-    ("auto", Found(WINS.rates, {"Q2_K": Times(1e-3, 2e-4, True)}), "dp4a, .*: not measured")])
+    ("auto", Found(WINS.rates, {"Q2_K": Times(1e-3, 2e-4, True)}), "dp4a; the products of tensor cores .* were not measured")])
 def test_the_reason(wish, found, words):
     made = Products(EmulatedCard(), wish, found)
     said = made.describe(["Q8_0"])
@@ -257,6 +259,27 @@ def test_throttled_tensor_cores_cost_nothing(real, monkeypatch):
     assert not products.measure_products(real, ["Q8_0", "Q4_K"]) and kernels_of(real) == set()
 
 
+@pytest.mark.parametrize("error", [OutOfMemory("no room"), CompileError("no kernel")], ids=["memory", "compiler"])
+def test_a_measurement_that_fails_leaves_products_to_dp4a(real, monkeypatch, error):
+    """And it is tried again at the next start."""
+    def fail(*arguments):
+        raise error
+    with monkeypatch.context() as broken:
+        broken.setattr(products, "measure_times", fail)
+        assert products.measure_products(real) and products.load(real) == Found(WINS.rates)
+        assert not Products.of(real).uses_tensor("Q8_0", 4096, 4096, (2048,))
+    assert products.measure_products(real) and "Q8_0" in products.load(real).times
+
+
+def test_a_plan_for_tensor_cores_that_were_not_measured():
+    """By the loops on registers, where these are known."""
+    card, size = EmulatedCard(), (4096, 4096, (2048,))
+    by_dp4a = q8_gemm.relative_time(card, *size)
+    assert Products(card, "tensor").relative_time(*size) == by_dp4a
+    assert Products(card, "tensor", LOSES).relative_time(*size) > by_dp4a
+    assert Products(card, "tensor", Found(WINS.rates)).relative_time(*size) < by_dp4a
+
+
 def test_other_bits_are_found(real, monkeypatch):
     """One number in the last row."""
     def wrong(card, y, *rest, **options):
@@ -285,11 +308,16 @@ def test_what_is_kept_is_of_these_kernels(kept, monkeypatch):
     assert products.load(card) is None
     products.save(card, WINS)
     path, data = products.path_of(card), json.loads(products.path_of(card).read_text())
-    assert products.load(card) == WINS and path.parent == kept
-    for text in "{", "[]", "{}", json.dumps(data | {"format": 0}), json.dumps(data | {"kernels": "others"}), \
-            json.dumps(data | {"times": {"Q8_0": [1]}}):
+    assert products.load(card) == WINS and list(kept.iterdir()) == [path]
+    wrong = [{"format": 0}, {"rates": [1]}, {"rates": {"dp4a": 0}}, {"rates": {"dp4a": "fast"}}]
+    wrong += [{"times": {"Q8_0": times}} for times in ([1], [0, 1, True], [1e999, 1, True], [math.nan, 1, True], ["1"] * 3)]
+    for text in "{", "[]", "{}", *(json.dumps(data | each) for each in wrong):
         path.write_text(text)
-        assert products.load(card) is None
+        assert products.load(card) is None and Products.of(card).describe() is None
+    path.write_text(json.dumps(data | {"kernels": "others"}))       # the loops on registers are as they were
+    assert products.load(card) == Found(WINS.rates)
+    path.write_text(json.dumps(data | {"times": data["times"] | {"Q7": [1, 1, True]}}))
+    assert products.load(card) == WINS
 
 
 # ---- plans, and the command line -------------------------------------------------------------------------------------

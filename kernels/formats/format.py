@@ -169,7 +169,8 @@ class Format:
     unpack(w, scales, raw, book): raw, the planes' words and behind them the scales' -> w uint32 [8], int8 in order of
         k, and scales uint32 [n_scales]: float scales, integer scales, negated minima; float32 bits or int32.
     load_book(thread, threads): all threads of a block of threads call it once, before any of them unpacks. It brings a
-        code book to shared memory and waits for it; what it returns is the `book` of `unpack`.
+        code book to shared memory and waits for it, or words of a table to registers; what it returns is the `book` of
+        `unpack`.
     """
 
     name: str
