@@ -221,8 +221,8 @@ def measure_products(card, formats=("Q8_0",), anew=False):
     Returns whether anything was measured.
 
     It takes a tenth of a second for each format, after the kernels are compiled, and about 100 MB of the card's memory.
-    The card should have nothing else to do. Where memory is too short for that, or a kernel does not compile, times stay
-    unknown, and products go by dp4a. An emulated card is not measured: its processor does not multiply faster by tensor
+    The card should have nothing else to do. Where memory is too short for that, or a kernel does not compile, times
+    stay unknown, and products go by dp4a. An emulated card is not measured: its processor does not multiply faster by tensor
     cores.
     """
     instruction, before = instruction_of(card), load(card) or Found()
