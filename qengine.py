@@ -2323,7 +2323,6 @@ def load(model: str | Path | OpenModel = DEFAULT_MODEL, card: str | Card | list[
                            expert_memory=expert_memory, products=products,
                            checkpoint_memory=checkpoint_memory, checkpoint_host_memory=checkpoint_host_memory)
     planner = measured_planner(opened, card, demand)
-    planner.check()
     config, cards, n_ctx = opened.config, planner.cards, demand.n_ctx
     free = sum(card.free_bytes for card in cards)
     if progress:
@@ -2428,22 +2427,22 @@ class PlannedModel:
 
 
 def measured_planner(opened: OpenModel, card: str | Card | list[Card] | None, demand: Demand) -> Planner:
-    """As `make_planner`, on cards that have been measured. A card whose products of prompts were not measured yet is
-    measured now, and the plan is made anew. The cards of the plan then avoid throttled instructions."""
+    """As `make_planner`, for a model that fits, on cards that have been measured. A card whose products of prompts were
+    not measured yet is measured now, and the plan is made anew. The cards of the plan then avoid throttled
+    instructions."""
     cards, formats = open_named(card), opened.weights.formats()
-    planner = make_planner(opened, cards, demand)
-    planner.check()
-    avoid_throttled(planner.cards)
-    if demand.products == "auto" and any([measure_products(each, formats) for each in planner.cards]):
+
+    def plan():
         planner = make_planner(opened, cards, demand)
-        avoid_throttled(planner.cards)
+        planner.check()
+        for each in planner.cards:
+            each.replace(probe.saved_replacements(each))
+        return planner
+
+    planner = plan()
+    if demand.products == "auto" and any([measure_products(each, formats) for each in planner.cards]):
+        planner = plan()
     return planner
-
-
-def avoid_throttled(cards: list[Card]):
-    """From now on, kernels of these cards go without the instructions that the probe has found throttled."""
-    for card in cards:
-        card.replace(probe.saved_replacements(card))
 
 
 def make_planner(opened: OpenModel, card: str | Card | list[Card] | None, demand: Demand) -> Planner:

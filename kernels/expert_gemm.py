@@ -87,6 +87,17 @@ def read_tile(tiles):
 
 
 @cuda.jit(device=True, forceinline=True)
+def place_of_tile(places, tiles, n_tiles):
+    """The two addresses of the expert of a block of threads; 0, 0 where there is no tile or the expert is out of
+    reach."""
+    if uint32(cuda.blockIdx.y) >= uint32(n_tiles[0]):
+        return uint64(0), uint64(0)
+    expert, _, _ = read_tile(tiles)
+    place = uint32(expert * uint32(2))
+    return places[place], places[uint32(place + uint32(1))]
+
+
+@cuda.jit(device=True, forceinline=True)
 def source_row(order, position, n_used):
     """The row of x that a sorted position takes."""
     return uint32(uint32(order[position]) // n_used) if n_used > uint32(0) else uint32(position)
@@ -116,11 +127,7 @@ def high_kernel(format, rows):
 
     @cuda.jit(launch_bounds=(THREADS, blocks_per_sm))
     def expert_gemm_kernel(y, wq, wd, xq, xd, places, order, tiles, n_tiles, n, k, n_used, stride):
-        if uint32(cuda.blockIdx.y) >= uint32(n_tiles[0]):
-            return
-        expert, _, _ = read_tile(tiles)
-        place = uint32(expert * uint32(2))
-        codes, scales = places[place], places[uint32(place + uint32(1))]
+        codes, scales = place_of_tile(places, tiles, n_tiles)
         if codes == uint64(0):
             return
         row0, end = rows_of_warp(tiles)
@@ -282,11 +289,7 @@ def low_kernel(format, rows):
 
     @cuda.jit(launch_bounds=(THREADS, 3))
     def low_expert_gemm_kernel(y, wq, wd, xq, xd, addresses, order, tiles, n_tiles, n, k, n_used, stride):
-        if uint32(cuda.blockIdx.y) >= uint32(n_tiles[0]):
-            return
-        expert, _, _ = read_tile(tiles)
-        place = uint32(expert * uint32(2))
-        codes, scales = addresses[place], addresses[uint32(place + uint32(1))]
+        codes, scales = place_of_tile(addresses, tiles, n_tiles)
         if codes == uint64(0):
             return
         wq, wd = array_at(codes, wq), array_at(scales, wd)
@@ -372,12 +375,10 @@ def float_kernel(kind, shape, each):
 
     @cuda.jit(launch_bounds=(32 * shape.warps, 1))
     def expert_gemm_float_kernel(y, w, x, places, order, tiles, n_tiles, n, k, n_used, stride):
-        if uint32(cuda.blockIdx.y) >= uint32(n_tiles[0]):
-            return
-        expert, first, end = read_tile(tiles)
-        address = places[uint32(expert * uint32(2))]
+        address, _ = place_of_tile(places, tiles, n_tiles)
         if address == uint64(0):
             return
+        _, first, end = read_tile(tiles)
         x_starts = cuda.local.array(carried, uint32)
         for i in range(carried):
             line = uint32(first_line(each) + uint32(i * lines))

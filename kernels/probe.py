@@ -469,9 +469,14 @@ def path_of(card):
 
 def save(card, report):
     path = path_of(card)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(report.to_dict(), indent=1) + "\n")
+    write_json(path, report.to_dict())
     return path
+
+
+def write_json(path, data):
+    """Keeps `data` for later starts. Readers take a file that is half written for none."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(data, indent=1) + "\n")
 
 
 def load(card):

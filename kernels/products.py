@@ -25,8 +25,6 @@ import functools
 import hashlib
 import json
 import math
-import os
-import tempfile
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -185,12 +183,7 @@ def path_of(card):
 
 
 def save(card, found):
-    path = path_of(card)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    text = json.dumps({"format": FILE_FORMAT, "kernels": fingerprint(), **asdict(found)}, indent=1) + "\n"
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
-        file.write(text)
-    os.replace(file.name, path)                     # other processes see the whole file or none
+    probe.write_json(path_of(card), {"format": FILE_FORMAT, "kernels": fingerprint(), **asdict(found)})
 
 
 def load(card):
@@ -222,8 +215,8 @@ def measure_products(card, formats=("Q8_0",), anew=False):
 
     It takes a tenth of a second for each format, after the kernels are compiled, and about 100 MB of the card's memory.
     The card should have nothing else to do. Where memory is too short for that, or a kernel does not compile, times
-    stay unknown, and products go by dp4a. An emulated card is not measured: its processor does not multiply faster by tensor
-    cores.
+    stay unknown, and products go by dp4a. An emulated card is not measured: its processor does not multiply faster by
+    tensor cores.
     """
     instruction, before = instruction_of(card), load(card) or Found()
     if card.kind == "emulated" or instruction is None or not formats:

@@ -14,10 +14,11 @@ by side. It brings each block of k from global to shared memory.
     shared memory       x  [rows of the tile][32] bytes, then [1 to 3][rows] words: scales, scale * sum
                         w  [columns of the tile][32] bytes, then [1 to 3][columns] words: their scales
 
-From sm_80 on, x and Q8_0 go there by copies that pass no register, two blocks ahead, into one of three buffers. What
-must be unpacked passes through registers, as everything does on older cards: while one block is multiplied, the next
-lies in the second buffer, and the one after that is on its way to registers. A thread computes its addresses in shared
-memory once (`opaque_address`): the compiler would make them anew in each round.
+From sm_80 on, x and Q8_0 go there by copies that pass no register, two blocks ahead, into one of three buffers. Weights
+of the other formats must be unpacked, so they pass through registers. On older cards x and all weights pass through
+registers, and there are two buffers: while one block is multiplied, the next lies in the other buffer, and the one
+after that is on its way to registers. A thread computes its addresses in shared memory once (`opaque_address`): the
+compiler would make them anew in each round.
 
 INSTRUCTIONS has a Form of these products for each `mma`:
 
@@ -34,11 +35,10 @@ The assembler must not know its value, or it would make it anew for each product
 dots instead (I2FP, from sm_86 on), which runs in a pipe of its own; the conversion of older cards is slow.
 
 Pipe: tensor. But beside one m16n8k32 a lane takes 12 float32 operations for the scales of its 4 numbers. So the bound
-is the issue of instructions: a loop on registers makes 381 to 400 TOPS on an H100, bare products 1,160. In the loop of
-a warp of 64 x 64, on sm_90:
+is the issue of instructions (benchmarks/results.md, section tensor_gemm). In the loop of a warp of 64 x 64, on sm_90:
 
                         Q8_0    Q4_K    Q2_K    Q6_K
-    instructions         482     669     831     963
+    instructions         483     669     831     963
     mma and scales       416     544     672     832
 """
 

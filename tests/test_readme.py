@@ -93,6 +93,14 @@ def section_of(text, title):
     return re.split(r"^#+ ", text.split(f"# {title}", 1)[1], maxsplit=1, flags=re.M)[0]
 
 
+def test_prompts_on_tensor_cores_are_those_of_the_results():
+    """The figures of each row, whose names say the same in other words."""
+    results = (ROOT / "benchmarks" / "results.md").read_text()
+    rows = table_rows(section_of(README, "Tensor cores where they are whole"))[1:]
+    source = [row[1:] for row in table_rows(section_of(results, "Prompts on tensor cores"))]
+    assert len(rows) == 4 and all(row[1:] in source for row in rows)
+
+
 def test_the_table_of_formats_is_that_of_the_results():
     """A row for each format: bits, error and KL from one section of benchmarks/results.md, the time from two others."""
     results = (ROOT / "benchmarks" / "results.md").read_text()
