@@ -173,6 +173,7 @@ class Form(NamedTuple):
     own_column: Callable
 
 
+@cache
 def form_of_bytes(two, is_small=False, converts=False, copies=False):
     """Products of int8. two: with two dots, of the halves of a block. is_small: from 8 rows x 8 columns x 16 of k.
     converts: the dots with a lane's first pair of columns become floats by a conversion, not by their bias."""
@@ -248,6 +249,7 @@ def form_of_bytes(two, is_small=False, converts=False, copies=False):
                 column_place, load, product, own_row, own_column)
 
 
+@cache
 def form_of_halves(two):
     """Products of halves: from four of 8 rows x 8 columns x 4 of k at a time, which make 16 x 16 x 4."""
     @cuda.jit(device=True, forceinline=True)

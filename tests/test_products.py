@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from numba import cuda
 
 import qengine
 from cli.main import main
@@ -75,26 +76,43 @@ def test_recorded_bits_of_formats(card, name, on_tensor):
     assert fingerprint(name, card, **on_tensor) == json.loads(RECORDED_FORMATS.read_text())[name]
 
 
-@pytest.mark.parametrize("model", ["experts", "gguf/dense_mtp-Q8_0.gguf", "gguf/moe_mtp-Q8_0.gguf"])
-def test_models(card, tmp_path, model, on_tensor):
+@pytest.fixture
+def path(request, tmp_path):
+    """That of a model: of the oracle, or one with experts. It comes before `on_tensor`, which a skip must not reach."""
+    if request.param != "experts":
+        return oracle_path(request.param)
+    write_experts(tmp_path / "experts.gguf")
+    return tmp_path / "experts.gguf"
+
+
+@pytest.mark.parametrize("path", ["experts", "gguf/dense_mtp-Q8_0.gguf", "gguf/moe_mtp-Q8_0.gguf"], indirect=True)
+def test_models(card, path, on_tensor):
     """A mixture of experts, and models with a draft block."""
-    path = oracle_path(model) if "/" in model else tmp_path / "experts.gguf"
-    if model == "experts":
-        write_experts(path)
     (want, tokens), (logits, found) = (results(path, card, **how) for how in ({"products": "dp4a"}, on_tensor))
     np.testing.assert_array_equal(logits, want)
     assert found == tokens and want.std() > 0.1
 
 
-def test_texts_of_a_pooling_model(card, on_tensor):
+@pytest.mark.parametrize("path", ["gguf/embed-Q8_0.gguf"], indirect=True)
+def test_texts_of_a_pooling_model(card, path, on_tensor):
     """Whose products of queries and keys come in two parts, the second of which is added."""
-    path, said = oracle_path("gguf/embed-Q8_0.gguf"), []
+    said = []
     for how in {"products": "dp4a"}, on_tensor:
         engine = qengine.load(path, card=card, ctx=128, progress=False, **how)
         said.append(engine.embed([IDS[:70], IDS[:9]]))
         engine.close()
     np.testing.assert_array_equal(*said)
     assert np.std(said[0]) > 0
+
+
+@pytest.mark.parametrize("instruction", tensor_gemm.INSTRUCTIONS)
+def test_a_later_choice_makes_no_function(instruction, monkeypatch):
+    """To make functions of a kernel takes the host longer than to launch it, and a prompt has many launches."""
+    card = SimpleNamespace(kind="cuda", cc=tensor_gemm.INSTRUCTIONS[instruction][0], n_sms=80)
+    assert tensor_gemm.instruction_of(card) == instruction
+    first = tensor_gemm.shape_for(card, 4096, 297, FORMATS["Q8_0"])
+    monkeypatch.setattr(cuda, "jit", lambda *_, **__: pytest.fail("a function was made anew"))
+    assert tensor_gemm.shape_for(card, 4096, 297, FORMATS["Q8_0"]) == first
 
 
 def test_neither_chunks_nor_cards_change_a_bit(kept):
