@@ -11,6 +11,8 @@
     rendering.py        chat templates, run in a process of their own
     guard.py            which control tokens of a prompt are real
     sandbox.py          functions that run in a process of their own, with a limit of seconds and bytes
+    images.py           pictures of a request, and their places in the prompt
+    picture_files.py    picture files to pixels, in a process of their own
     constraints.py      grammars that answers obey
     trials.py           a process that tries grammars before they are used
     thinking.py         budgets of thoughts

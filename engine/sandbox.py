@@ -1,12 +1,13 @@
 """Functions that run in a process of their own, with a limit of seconds and bytes.
 
-They work on what a stranger wrote (a chat template), which may take for ever, or take all memory. While such
-a function runs, this process has its interpreter's lock for others, and it gets back at any time what the function
-took: it ends the other process.
+They work on what a stranger wrote (a chat template, a picture's file), which may take for ever, or take all memory.
+While such a function runs, this process has its interpreter's lock for others, and it gets back at any time what the
+function took: it ends the other process.
 
 The process is Python started anew. So it shares no memory, no lock and no card with this one, and it imports nothing
 but the module with the functions. It stays for later calls, which come one at a time. Arguments and results travel as
-JSON: to unpickle what comes from a stranger would run it.
+JSON: to unpickle what comes from a stranger would run it. Those that are bytes travel beside the JSON as they are: to
+write megabytes as text and to parse them would hold the interpreter's lock.
 
 Grammars are tried elsewhere (engine/trials.py), in a fork for each: several of them run at the same time, all need the
 vocabulary, which takes long to prepare, and one that dies must not take the others along.
@@ -14,6 +15,7 @@ vocabulary, which takes long to prepare, and one that dies must not take the oth
 
 import contextlib
 import importlib
+import itertools
 import json
 import os
 import resource
@@ -66,7 +68,8 @@ class Sandbox:
 
     def call(self, function: str, *arguments, seconds: float, patience: float = threading.TIMEOUT_MAX):
         """What the function returns. seconds: that the function may take. patience: seconds that the caller waits, also
-        for calls that came first. Raises Failed, LimitExceeded, OutOfPatience, Closed."""
+        for calls that came first. An argument, and an item of a tuple that the function returns, may be bytes; what
+        else there is must be fit for JSON. Raises Failed, LimitExceeded, OutOfPatience, Closed."""
         started, n_closed = time.monotonic(), self._n_closed
         if not self._lock.acquire(timeout=patience):
             raise OutOfPatience(f"has waited for others for {patience:g} s")
@@ -76,7 +79,7 @@ class Sandbox:
             if self._process is None or self._process.poll() is not None:
                 self._start()
             seconds = min(seconds, max(0, started + patience - time.monotonic()))
-            said = self._ask(json.dumps([function, arguments, seconds]).encode(), seconds)
+            said = self._ask(packed([function, seconds, *arguments]), seconds)
         except LimitExceeded as error:
             if self._n_closed != n_closed:
                 raise Closed("has been ended") from None
@@ -85,10 +88,10 @@ class Sandbox:
             raise
         finally:
             self._lock.release()
-        value, kind, text = json.loads(said)
+        kind, text, is_tuple, *values = unpacked(said)
         if kind is not None:
             raise Failed(kind, text)
-        return value
+        return tuple(values) if is_tuple else values[0]
 
     def close(self):
         """End the process, and all calls that run or wait, at once. A later call starts another process."""
@@ -105,16 +108,15 @@ class Sandbox:
             self._process = subprocess.Popen([sys.executable, "-W", "ignore", "-c", program], stdin=subprocess.DEVNULL,
                                              stdout=subprocess.DEVNULL, pass_fds=[theirs.fileno()])
         self._pipe, self._end = ours, weakref.finalize(self, _end, self._process, ours)
-        self._ask(None, START_SECONDS)
+        self._ask([], START_SECONDS)
 
-    def _ask(self, asked: bytes | None, seconds: float) -> bytes:
+    def _ask(self, asked: list[bytes], seconds: float) -> list[bytes]:
         """Sends what is asked, if anything is, and returns the answer."""
         status = -signal.SIGXCPU                        # of a process that has used too much processor time
         try:
-            if asked is not None:
-                self._pipe.send_bytes(asked)
+            send(self._pipe, asked)
             if self._pipe.poll(seconds):
-                return self._pipe.recv_bytes()
+                return receive(self._pipe)
         except (EOFError, OSError):
             status = self._process.wait()
         self._end()
@@ -131,6 +133,33 @@ def _end(process: subprocess.Popen, pipe: Connection):
     pipe.close()
 
 
+# ---- through the pipe ----------------------------------------------------------------------------------------------
+
+
+def packed(values: list) -> list[bytes]:
+    """Values as messages: JSON, in which [] stands for one that is bytes, and behind it each of these. The first byte
+    of all says how many there are, at most 255."""
+    is_plain = [isinstance(value, bytes | bytearray | memoryview) for value in values]
+    written = json.dumps([[] if plain else [value] for value, plain in zip(values, is_plain)]).encode()
+    return [bytes([sum(is_plain)]) + written, *itertools.compress(values, is_plain)]
+
+
+def unpacked(messages: list[bytes]) -> list:
+    """The values that `packed` made messages of."""
+    plain = iter(messages[1:])
+    return [value[0] if value else next(plain) for value in json.loads(messages[0][1:])]
+
+
+def send(pipe: Connection, messages: list[bytes]):
+    for message in messages:
+        pipe.send_bytes(message)
+
+
+def receive(pipe: Connection) -> list[bytes]:
+    first = pipe.recv_bytes()
+    return [first, *(pipe.recv_bytes() for _ in range(first[0]))]
+
+
 # ---- in the other process ----------------------------------------------------------------------------------------
 
 
@@ -140,25 +169,26 @@ def serve(descriptor: int, module: str, n_bytes: int):
     functions, pipe = importlib.import_module(module), Connection(descriptor)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_AS, (n_bytes, n_bytes))
-    pipe.send_bytes(b"")                                # ready
+    send(pipe, packed([]))                              # ready
     with contextlib.suppress(EOFError, OSError):
         while True:
             try:
-                pipe.send_bytes(_answer(functions, pipe.recv_bytes()))
+                send(pipe, _answer(functions, receive(pipe)))
             except MemoryError:
                 os._exit(OUT_OF_MEMORY)
 
 
-def _answer(functions, asked: bytes) -> bytes:
-    """What a function returned, or the class and the text of what it raised, as JSON."""
-    function, arguments, seconds = json.loads(asked)
+def _answer(functions, asked: list[bytes]) -> list[bytes]:
+    """The class and the text of what a function raised, if it did, and what it returned."""
+    function, seconds, *arguments = unpacked(asked)
     used = resource.getrusage(resource.RUSAGE_SELF)
     hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
     resource.setrlimit(resource.RLIMIT_CPU, (int(used.ru_utime + used.ru_stime + seconds) + 2, hard))
     try:
-        said = getattr(functions, function)(*arguments), None, None
+        said = getattr(functions, function)(*arguments)
     except MemoryError:
         raise
     except Exception as error:
-        said = None, type(error).__name__, str(error)
-    return json.dumps(said).encode()
+        return packed([type(error).__name__, str(error), False])
+    is_tuple = isinstance(said, tuple)
+    return packed([None, None, is_tuple, *(said if is_tuple else [said])])

@@ -32,6 +32,9 @@ NASTY = """
     def leave(status):
         os._exit(status)
 
+    def doubled(data, n):
+        return n, data + data, "é", b""
+
     def pid():
         return os.getpid()
 
@@ -56,6 +59,18 @@ def test_values_and_errors_come_back(sandbox):
         with pytest.raises(Failed, match=text) as error:
             sandbox.call("fail", text, seconds=20)
         assert error.value.kind == "ValueError"
+
+
+def test_bytes_travel_as_they_are(sandbox):
+    """Also megabytes, in whatever holds them, and nothing that a client writes is taken for them."""
+    for data in b"", bytes(range(256)) * 4096, bytearray(5 << 20), memoryview(b"x" * (3 << 20)):
+        assert sandbox.call("doubled", data, 5, seconds=20) == (5, bytes(data) * 2, "é", b"")
+    assert sandbox.call("add", [], [[]], seconds=20) == [[]]
+    with pytest.raises(Failed, match="add"):
+        sandbox.call("add", b"x", seconds=20)
+    with pytest.raises(LimitExceeded, match="takes more than 256 MiB of memory"):
+        sandbox.call("doubled", bytes(100 << 20), 1, seconds=20)
+    assert sandbox.call("doubled", b"x", 1, seconds=20)[1] == b"xx"
 
 
 @pytest.mark.parametrize("asked, seconds, said", [
