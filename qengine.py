@@ -65,6 +65,7 @@ from engine import expert_store
 from engine.constraints import Constraint, Vocabulary
 from engine.details import ModelDetails, parameters
 from engine.draft_block import PIECE, DraftBlock
+from engine.edge import Edge
 from engine.experts import ExpertsMLP
 from engine.gguf import GGUF, SUPPORTED_TYPES
 from engine.hub import local_path
@@ -84,6 +85,7 @@ from engine.rounds import Rounds
 from engine.scratch import Activation, Scratch, ScratchArray
 from engine.sampler import BUFFERS, FIRST_TOKENS, Sampler, Tokens
 from engine.sequence import Sequence
+from engine.sight import PromptPictures, Seen, open_eyes, pictures_of
 from engine.speculate import Pace
 from engine.template import SYNTHETIC_TEMPLATE, ChatTemplate
 from engine.text_engine import TextEngine, TextOnly
@@ -94,7 +96,7 @@ from engine.weights import FileWeights, Loader, Stack, SyntheticWeights, Tensors
 from engine.worker import Task, Worker, stop_all
 from kernels import (advance, attend_decode, attention, checkpoint, conv, embedding, float_matmul, gdn, gdn_decode,
                      kv_cache, logprobs, norm, pool, probe, q8_gemm, q8_gemv, quantize, rope, swiglu)
-from kernels.card import Array, Card, CardError, Event, show_bytes
+from kernels.card import Array, Card, CardError, show_bytes
 from kernels.advance import answer_of
 from kernels.formats import FLOATS, FORMATS
 from kernels.kv_cache import Pages
@@ -244,10 +246,10 @@ def rows_of(inputs: Array, n: int) -> Rows:
     return Rows(n, i[:n], Places(i[n:2 * n], i[2 * n:3 * n]), i[3 * n:6 * n].reshape(3, n))
 
 
-def set_rows(inputs: Array, ids, slots, positions):
-    """Fill what `rows_of` reads, from lists of the same length."""
+def set_rows(inputs: Array, ids, slots, positions, rope=None):
+    """Fill what `rows_of` reads, from lists of the same length. rope: [3, n]; by default the positions."""
     table = np.empty((INPUTS, len(ids)), np.int32)
-    table[0], table[1], table[2:] = ids, slots, positions
+    table[0], table[1], table[2], table[3:] = ids, slots, positions, positions if rope is None else rope
     inputs.card.copy_in(inputs[:table.size], table.reshape(-1))
 
 
@@ -265,6 +267,7 @@ class PromptPass:
 
     rows: Rows
     marks: tuple[Mark, ...]         # in ascending order
+    pictures: tuple                 # (row, Array [n, hidden] on the first card): takes the place of embeddings
     shares_card: bool               # whether other micro-batches run at the same time
     in_order: Callable              # gives a context manager in which a layer changes states or pages, see `MicroBatch`
 
@@ -300,6 +303,8 @@ class DecodePass:
     rows: Rows
     n: int
     width: int = 1
+
+    pictures: ClassVar = ()
 
 
 # ======================================================================================================
@@ -772,6 +777,8 @@ class Model:
         x, table, tap = self.scratch.x, self.embeddings, tap or (lambda name, array: None)
         if self.first_layer == 0:
             embedding.embed(self.card, table.format, x, run.rows.ids, table.values, table.scales, run.rows.n, table.k)
+            for row, seen in run.pictures:
+                self.card.copy(x[row:row + len(seen)], seen)
             tap("embedding", x)
         for index, layer in enumerate(self.layers, self.first_layer):
             part = "decode" if isinstance(run, DecodePass) else "prefill"
@@ -863,11 +870,15 @@ class Cache:
         self.states = DeltaNet.alloc(card, config, len(recurrent), sizes.n_slots + sizes.n_checkpoints)
         heads = gdn.LinearHeads(config.n_key_heads, config.n_value_heads)
         self.pending = Pending.allocate(card, len(recurrent), sizes.n_slots, heads)
+        self.lags = card.zeros(sizes.n_slots, np.int32, "lags of rotary positions")     # see engine/sight.py
         self.targets = card.upload(np.full(sizes.n_slots, -1, np.int32), "rows for the next checkpoints")
         self.recurrent = {index: self.states.layer(i) for i, index in enumerate(recurrent)}
         pending = {index: (self.recurrent[index], self.pending.layer(i)) for i, index in enumerate(recurrent)}
         self.kept = self.pages | pending            # what each layer keeps
         self.host = {}              # number of a checkpoint in host memory -> its two arrays, pinned
+
+    def set_lag(self, slot: int, lag: int):
+        self.card.copy_in(self.lags[slot:slot + 1], np.array([lag], np.int32))
 
     def reset(self, slot: int):
         """Clear the recurrent states of a slot. Pages need none: a row reads keys and values only up to its own
@@ -930,7 +941,6 @@ class Cache:
 # card work: a Pipeline posts the methods of its stages to their workers as tasks.
 
 CHECKED_WEIGHTS = 1 << 22   # `Engine.use` compares products on random matrices of at most so many weights
-QUEUEING = 100e-6           # seconds, about, that the host needs to queue the copies of a hop in streams of their own
 
 
 class StepShape(NamedTuple):
@@ -965,6 +975,7 @@ class PromptRows(NamedTuple):
     start: int
     n: int
     numbers: list[int]
+    copies: list            # see engine/sight.py (Seen)
 
 
 class Stage:
@@ -981,6 +992,7 @@ class Stage:
         self.worker, self.card, self.config, self.layers, self.n_slots = worker, card, config, layers, demand.slots
         free, self.step_rows = card.free_bytes, 1 if config.pooling else step_rows(demand.slots, demand.drafts)
         blocks = range(layers.start, layers.stop + config.n_nextn * (demand.drafts > 0 and not self.hands_on))
+        self.sight = demand.eyes.load(card, config.hidden_dim) if demand.eyes and not layers.start else None
         with weights.loading(card) as loader, expert_store.loading(weights, loader, config, blocks, demand,
                                                                    self.step_rows) as self.store:
             self.model = Model(loader, config, layers, progress, drafts=demand.drafts > 0, wish=demand.products)
@@ -994,6 +1006,7 @@ class Stage:
                                                     self.model.row_bytes() + 2 * hop_bytes(config.hidden_dim, hops))
         self.chunk = min(chunk, pages_for(demand.n_ctx) * PAGE_TOKENS)
         self.max_rows = max(self.chunk, self.step_rows, HEAD_ROWS)
+        self.gallery = self.sight and self.sight.allocate(card, self.chunk)
         self.model.allocate(self.max_rows, self.step_rows)
         self.sampler = None
         if self.model.head:
@@ -1011,7 +1024,7 @@ class Stage:
         # One more: the rows after the last whole page may be a micro-batch of their own.
         self.streams = [card.stream(f"micro-batch {i}") for i in range(MICRO_BATCHES + 1)]
         self.recordings = Recordings(card)
-        self.prompt: PromptRows | None = None           # of the pass that was begun last
+        self.prompt = PromptRows(0, 0, 0, [], [])       # of the pass that was begun last
         self.layers_left: PassInParts | None = None     # of that pass
 
     @property
@@ -1024,7 +1037,7 @@ class Stage:
         if self.store:
             self.store.close()
         self.model = self.sampler = self.cache = self.inputs = self.first = self.entry = self.exit = self.store = None
-        self.layers_left = None
+        self.layers_left = self.sight = None
         for held in self.incoming, self.outgoing, self.batches, self.recordings:
             held.clear()
 
@@ -1055,27 +1068,34 @@ class Stage:
         found = work(self, *arguments)
         return self.exit.send(n, freed) if self.exit else found
 
-    def queue_prompt(self, ids, slot: int, start: int, marks, tap, n_layers: int | None = None):
+    def queue_prompt(self, ids, slot: int, start: int, marks, seen: Seen | None, tap, n_layers: int | None = None):
         """Queue a pass over consecutive tokens of a slot. The hidden states stay in the model's scratch.x until the
-        next pass. marks: (tokens of the pass, number of the checkpoint that is taken after them). n_layers: queue only
-        so many layers of the pass, and the others by `continue_prompt`. Returns the event at the end of the pass, or
-        the Span of a part."""
-        n = len(ids)
-        set_rows(self.inputs, ids, [slot] * n, range(start, start + n))
+        next pass. marks: (tokens of the pass, number of the checkpoint that is taken after them). seen: of pictures.
+        n_layers: queue only so many layers of the pass, and the others by `continue_prompt`. Returns the event at the
+        end of the pass, or the Span of a part."""
+        n, (rope, copies) = len(ids), seen or (None, [])
+        set_rows(self.inputs, ids, [slot] * n, range(start, start + n), rope)
         inside = tuple(Mark(end, slot, self.n_slots + number) for end, number in marks if end < n)
-        self.prompt = PromptRows(slot, start, n, [number for end, number in marks if end == n])
+        self.prompt = PromptRows(slot, start, n, [number for end, number in marks if end == n], copies)
         span = self._queue_part(self.launch_prompt, n, inside, tap, n_layers, is_last=n_layers is None)
         return self.card.default_stream.record() if n_layers is None else span
+
+    def queue_pictures(self, placed, n_pieces: int | None) -> Span:
+        """Queue the encoding of pictures into rows of the Sight, or n_pieces of it and the others by
+        `continue_prompt`."""
+        self.prompt = PromptRows(0, 0, 0, [], [])
+        self.layers_left = PassInParts(self.card.default_stream, [], self.sight.launch(placed))
+        return self.continue_prompt(n_pieces)
 
     def continue_prompt(self, n_layers: int | None) -> Span:
         """Queue n_layers more of the pass that `queue_prompt` has begun, or all that are left."""
         return self._queue_part(self.layers_left.queue_timed, n_layers, is_last=n_layers is None)
 
     def _queue_part(self, launch, *arguments, is_last: bool):
-        slot, start, n, numbers = self.prompt
+        slot, start, n, numbers, _ = self.prompt
         with self.card.span(f"slot {slot}, {n} tokens from {start} on"):
             span = launch(*arguments)
-            if is_last and self.model.block:
+            if is_last and self.model.block and n:
                 self.model.block.prefill(self.model, self.prompt_pass(0, n, n), self.cache)
         for number in numbers if is_last else ():
             self.cache.save(slot, number)
@@ -1181,7 +1201,8 @@ class Stage:
         """The pass, or micro-batch, of n rows from `start` on, of the n_all rows of the inputs."""
         inside = tuple(mark._replace(end=mark.end - start) for mark in marks if start < mark.end <= start + n)
         rows = dataclasses.replace(rows_of(self.inputs[start:], n_all), n=n)
-        return PromptPass(rows, inside, n < n_all, in_order)
+        pictures = self.sight.shown(self.prompt.copies, start, n) if self.sight else ()
+        return PromptPass(rows, inside, pictures, n < n_all, in_order)
 
     def launch_step(self, shape: StepShape, group: int, buffer: int):
         before = (buffer - 1) % BUFFERS if self.sampler else 0
@@ -1193,7 +1214,8 @@ class Stage:
         """The rows of a step of n answers, from the outcomes of the step before, in the buffer `before`. Answers whose
         tokens have filled a page get their checkpoint."""
         batch, rows = self.batches[group], rows_of(self.batches[group].inputs, n * width)
-        advance.advance(self.card, rows, batch.answers, batch.outcomes[before], self.cache.pending.accepted, n, width)
+        advance.advance(self.card, rows, batch.answers, batch.outcomes[before], self.cache.pending.accepted,
+                        self.cache.lags, n, width)
         self.cache.keep(rows.places, n)
         return rows
 
@@ -1362,74 +1384,6 @@ def with_starts(sizes: list[int]):
     return zip(itertools.accumulate(sizes, initial=0), sizes)
 
 
-class Edge:
-    """The way of hidden states from a stage to the next stage's card: a hop.
-
-        x → outgoing ──copies out──→ pinned host memory ──copies in──→ incoming → x
-
-    The memory between the two ends exists twice, so the layers go on and the next hop may follow while one hop is on
-    its way. Hidden states cross as the float32 of the residual stream: in fewer bits, answers would depend on the
-    split. Between the two copies the host waits for the first one. The host waits, not the downstream card: on the
-    hardware that this is made for, a card that waits for another card's event may read stale data
-    (notebooks/08_across_cards.ipynb).
-
-    Few rows, as those of a decode step, skip outgoing and incoming: x → pinned → x, in the default streams.
-    Their copies take less time than queueing copies in other streams, and both cards would wait for the queueing.
-    """
-
-    def __init__(self, upstream: Stage, downstream: Stage):
-        self.upstream, self.downstream = upstream, downstream
-        upstream.exit = downstream.entry = self
-        shape = upstream.max_rows, upstream.config.hidden_dim
-        self.pinned = [upstream.card.pinned(shape, np.float32) for _ in range(2)]
-        self.copies_out, self.copies_in = upstream.card.stream("copies out"), downstream.card.stream("copies in")
-        self.n_sent = self.n_received = 0
-        self.n_direct = sum(max(stage.costs.hop_seconds(n) for stage in (upstream, downstream)) <= QUEUEING
-                            for n in range(1, upstream.step_rows + 1))       # hops of up to so many rows go straight
-        # By half: outgoing may be written again after event has_left, pinned after has_come, incoming after was_read.
-        self.has_left, self.has_come, self.was_read = [None] * 2, [None] * 2, [None] * 2
-        self.receipts = collections.deque([None] * 2, maxlen=2)     # the tasks that received the last two hops
-
-    def send(self, n: int, freed: Task | None) -> Event:
-        """Queue what upstream's card does for n rows of its scratch.x. Returns the event after which they are on the
-        host. freed: the task that received the last hop of this half; it must be over before the half is written."""
-        card, half, is_direct = self.upstream.card, self.n_sent % 2, n <= self.n_direct
-        self.n_sent += 1
-        stream = card.default_stream if is_direct else self.copies_out
-        if not is_direct:
-            if self.has_left[half]:
-                card.default_stream.wait(self.has_left[half])
-            card.copy(self.upstream.outgoing[half][:n], self.upstream.model.scratch.x[:n])
-            stream.wait(card.default_stream.record())
-        if freed:
-            freed.wait()
-        if self.has_come[half]:
-            self.downstream.worker.wait(self.has_come[half])
-        # Looked up after the waits: a thread that waits for ever must not keep memory of the card alive.
-        leaving = (self.upstream.model.scratch.x if is_direct else self.upstream.outgoing[half])[:n]
-        card.copy_out(self.pinned[half][:n], leaving, stream)
-        self.has_left[half] = stream.record()
-        return self.has_left[half]
-
-    def receive(self, n: int, on_host: Event):
-        """Queue what downstream's card does for n rows of its scratch.x, once they are on the host. While this thread
-        works after that wait, both cards may be idle, so it does little."""
-        card, half, is_direct = self.downstream.card, self.n_received % 2, n <= self.n_direct
-        self.n_received += 1
-        stream = card.default_stream if is_direct else self.copies_in
-        if self.was_read[half] and not is_direct:
-            stream.wait(self.was_read[half])
-        self.upstream.worker.wait(on_host)
-        x = self.downstream.model.scratch.x
-        coming = (x if is_direct else self.downstream.incoming[half])[:n]
-        card.copy_in(coming, self.pinned[half][:n], stream)
-        self.has_come[half] = stream.record()
-        if not is_direct:
-            card.default_stream.wait(self.has_come[half])
-            card.copy(x[:n], coming)
-            self.was_read[half] = card.default_stream.record()
-
-
 class Pipeline:
     """The stages in order, and what crosses from card to card. Several passes over prompts, or decode steps of several
     groups of answers, are in the stages at once, so that all cards work at the same time.
@@ -1453,6 +1407,7 @@ class Pipeline:
         self.queued = collections.deque()       # the prompt passes that `prefill` has not waited for, oldest first
         self.chosen = [None] * self.n_groups    # each group's last Tokens; None if the next step begins from `place`
         self.slowest = slowest_seconds([stage.costs for stage in stages])
+        self.gallery = stages[0].gallery
 
     def load_kernels(self, progress: bool):
         """Load the kernels that any prompt and any answer will run. Card by card: what was compiled for the first card
@@ -1510,8 +1465,10 @@ class Pipeline:
         for stage in self.stages:
             stage.worker.post(work, stage)
 
-    def prepare_slot(self, slot: int, request: Request, number: int | None = None):
-        """Make a slot ready for a new sequence. Its states begin as those of checkpoint `number`, or as zeros."""
+    def prepare_slot(self, slot: int, request: Request, number: int | None = None, lag: int = 0):
+        """Make a slot ready for a new sequence. Its states begin as those of checkpoint `number`, or as zeros. lag: of
+        its rotary positions in decode steps."""
+        self.on_all(lambda stage: stage.cache.set_lag(slot, lag))
         if number is None:
             self.on_all(lambda stage: stage.cache.reset(slot))
         else:
@@ -1558,23 +1515,43 @@ class Pipeline:
                 stage.entry.receipts.append(tasks[-1])
         return tasks[1:]
 
-    def prefill(self, ids, slot: int, start: int, marks=(), n_pieces: int | None = None, tap=None):
+    def prefill(self, ids, slot: int, start: int, marks=(), n_pieces: int | None = None, tap=None,
+                seen: Seen | None = None):
         """A pass over a prompt: tokens of `slot` at positions start, start + 1, ...; start is a multiple of 64.
         marks: (tokens of the pass, number of the checkpoint to take after them), ascending; the tokens are a multiple
         of 64. n_pieces: queue only so many of the pieces that `piece_seconds` tells of; `continue_prefill` queues the
         others, and this returns a task that gives the Span. With a tap this returns when all is queued, or raises what
-        the tap has raised."""
+        the tap has raised. seen: of pictures, whose encoding must be queued."""
+        arguments = ids, slot, start, marks, seen, tap
         if n_pieces is not None:
-            return self.last.worker.post(self.last.queue_prompt, ids, slot, start, marks, tap, n_pieces)
+            return self.last.worker.post(self.last.queue_prompt, *arguments, n_pieces)
         if tap:
-            self.run(len(ids), Stage.queue_prompt, ids, slot, start, marks, tap, post=Worker.ask)[-1].result()
+            self.run(len(ids), Stage.queue_prompt, *arguments, post=Worker.ask)[-1].result()
             return None
-        self.queued.append(self.run(len(ids), Stage.queue_prompt, ids, slot, start, marks, None)[-1])
+        self.queued.append(self.run(len(ids), Stage.queue_prompt, *arguments)[-1])
         # The host stays few passes ahead, so that a cancellation stops the cards soon. Two for each stage: a card
         # computes one while another one crosses a link, and crossing may take as long as computing.
         if len(self.queued) >= 2 * len(self.stages):
             self.last.worker.wait(self.queued.popleft().result())
         return None
+
+    def encode(self, placed, n_pieces: int | None = None) -> Task:
+        """Queue the encoding of pictures on the first card; placed: as `Gallery.place` has it. n_pieces: as for
+        `prefill`. A task that gives the Span."""
+        return self.stages[0].worker.post(self.stages[0].queue_pictures, placed, n_pieces)
+
+    def show(self, pictures: PromptPictures, start: int, end: int) -> Seen | None:
+        """Queue the encoding of what a pass over these tokens of a prompt shows. What `prefill` must know of it."""
+        placed = pictures and self.gallery.place([view.picture for view in pictures.views(start, end)])
+        if placed:
+            self.encode(placed)
+        return pictures.seen(start, end, self.gallery)
+
+    def encoding_seconds(self, placed) -> list[float]:
+        """About how long each piece of an encoding takes; of several cards, all of it."""
+        stage = self.stages[0]
+        pieces = stage.sight.seconds(placed, stage.costs.speed)
+        return pieces if len(self.stages) == 1 else [sum(pieces)]
 
     def continue_prefill(self, n_pieces: int | None = None) -> Task:
         """Queue n_pieces more of a pass that `prefill` has begun, or all that are left. A task that gives the Span."""
@@ -1678,7 +1655,8 @@ class Flight:
 
 @dataclass
 class Progress:
-    """A pass over a prompt that is being queued: tokens from `start` to `end`. marks: (position, number of the
+    """A pass over a prompt that is being queued: tokens from `start` to `end`. placed: the pictures that are encoded
+    instead, before a pass that shows them (`Gallery.place`). marks: (position, number of the
     checkpoint that is taken there). pieces: those that are not queued yet, as `Pipeline.piece_seconds` has them."""
 
     sequence: Sequence
@@ -1686,6 +1664,7 @@ class Progress:
     end: int
     marks: list[tuple[int, int]]
     pieces: list[float]
+    placed: list | tuple = ()
     has_begun: bool = False
 
 
@@ -1859,11 +1838,19 @@ class Scheduler(Rounds):
             limit = self.turns.most_rows(limit, lambda rows: sum(self.pipeline.piece_seconds(rows, start)))
         sequence.last_pass = self.pipeline.pass_rows(start, sequence.n_prompt, limit, sequence.last_pass)
         end = start + sequence.last_pass
+        if sequence.pictures and (placed := self._place(sequence.pictures, start, end)):
+            return Progress(sequence, start, start, [], self.pipeline.encoding_seconds(placed), placed)
         self._reserve(sequence, end)
         marks = [at for at in sequence.marks if start < at <= end]
         numbers = [number for _ in marks if (number := self.cache.take_number()) is not None]
         return Progress(sequence, start, end, list(zip(marks[len(marks) - len(numbers):], numbers)),
                         self.pipeline.piece_seconds(end - start, start))
+
+    def _place(self, pictures: PromptPictures, start: int, end: int) -> list:
+        """What must be encoded before a pass over these tokens of a prompt, and pictures of other prompts with it."""
+        ahead = [picture for s in self.running if s.in_prompt and s.pictures
+                 for picture in s.pictures.after(s.n_prompt - self.cache.tokens_left(s))]
+        return self.pipeline.gallery.place([view.picture for view in pictures.views(start, end)], ahead)
 
     def _queue_part(self, n_pieces: int):
         """Queue the next pieces of the pass in progress."""
@@ -1872,9 +1859,12 @@ class Scheduler(Rounds):
         part = [n_pieces] if run.pieces else []         # else all that is left
         if run.has_begun:
             span = self.pipeline.continue_prefill(*part)
+        elif run.placed:
+            span = self.pipeline.encode(run.placed, *part)
         else:
-            marks, tokens = [(at - run.start, number) for at, number in run.marks], run.sequence.tokens
-            span = self.pipeline.prefill(tokens[run.start:run.end], run.sequence.slot, run.start, marks, *part)
+            marks, sequence = [(at - run.start, number) for at, number in run.marks], run.sequence
+            span = self.pipeline.prefill(sequence.ids[run.start:run.end], sequence.slot, run.start, marks, *part,
+                                         seen=sequence.pictures.seen(run.start, run.end, self.pipeline.gallery))
         run.has_begun = True
         if has_answers:
             self.turns.add_part(sum(queued), span)
@@ -1890,7 +1880,7 @@ class Scheduler(Rounds):
         nodes = self.cache.join(sequence, end)
         for at, number in run.marks:
             self.cache.keep(nodes[at], number)
-        if not sequence.uses_cache and (following := sequence.tokens[start + 1:end + 1]):
+        if not sequence.uses_cache and (following := sequence.ids[start + 1:end + 1] if end > start else ()):
             sequence.scores.append(self.pipeline.score(following))
         if sequence.in_prompt:
             return
@@ -1909,7 +1899,7 @@ class Scheduler(Rounds):
             sequence.node, known = self.cache.find(tokens[:-1])
         sequence.pages = self.cache.enter(sequence.node)
         number = self.cache.fetch(sequence.node)
-        self.pipeline.prepare_slot(sequence.slot, generation.request, number)
+        self.pipeline.prepare_slot(sequence.slot, generation.request, number, sequence.pictures.lag)
         self.pipeline.set_pages(sequence.slot, sequence.pages)
         sequence.n_computed = generation.n_cached = sequence.node.depth * PAGE_TOKENS
         sequence.marks = self._checkpoints(tokens, sequence.n_computed, known)
@@ -2128,7 +2118,7 @@ class Engine(TextOnly, TextEngine):
         self.tokenizer, self.template = opened.tokenizer, opened.template
         self.name, self.details = opened.config.name, ModelDetails.of(opened.weights)
         self.pipeline, self.n_slots, self.chunk = pipeline, sizes.n_slots, planner.plan.chunk
-        self.n_ctx = planner.demand.n_ctx
+        self.n_ctx, self.eyes = planner.demand.n_ctx, planner.demand.eyes and planner.demand.eyes.reader
         self.cards, self.spare = [stage.card for stage in pipeline.stages], planner.spare  # spare: opened, not used
         self.layers = [stage.layers for stage in pipeline.stages]      # of each card
         cache = PrefixCache(pipeline, sizes.n_pages, sizes.n_checkpoints, sizes.n_host_checkpoints)
@@ -2159,12 +2149,13 @@ class Engine(TextOnly, TextEngine):
     def submit(self, request: Request) -> Generation:
         """Start a request. Raises RequestError or EngineStopped."""
         request.check(self.config.n_vocab, self.n_ctx)
+        pictures = pictures_of(request.prompt_ids, request.pictures, self.eyes)
         constraint = None
         if request.grammar is not None:
             constraint = Constraint(self.vocabulary, request.grammar, request.grammar_after)
             if constraint.error:
                 raise constraint.error
-        generation = Generation(request, self.tokenizer, constraint_of(request, self.tokenizer, constraint))
+        generation = Generation(request, self.tokenizer, constraint_of(request, self.tokenizer, constraint), pictures)
         self.scheduler.submit(generation)
         return generation
 
@@ -2182,29 +2173,31 @@ class Engine(TextOnly, TextEngine):
         ids = self.encode(prompt) if isinstance(prompt, str) else list(prompt)
         return "".join(delta.text for delta in self.submit(Request(ids, **sampling)))
 
-    def evaluate(self, ids: list[int], tap=None) -> np.ndarray:
+    def evaluate(self, ids: list[int], tap=None, pictures=()) -> np.ndarray:
         """Logits float32 [len(ids), n_vocab] after each token of a text. The text runs through the layers as prompts
-        do.
+        do. pictures: as a Request has them.
 
         `tap(name, array)` sees the hidden states of each pass on the card: "embedding", "layer 0", ...
         """
         logits, start = np.empty((len(ids), self.config.n_vocab), np.float32), 0
-        for rows in self.logit_rows(ids, tap):
+        for rows in self.logit_rows(ids, tap, pictures):
             logits[start:start + len(rows)] = rows
             start += len(rows)
         return logits
 
-    def logit_rows(self, ids: list[int], tap=None):
+    def logit_rows(self, ids: list[int], tap=None, pictures=()):
         """Yields what `evaluate` returns, up to HEAD_ROWS rows at a time: the logits of a long text take gigabytes.
 
         The text takes a slot, and the engine does nothing else, until the last rows are out.
         """
         Request(list(ids)).check(self.config.n_vocab, self.n_ctx + 1)
+        pictures = pictures_of(ids, pictures, self.eyes)
         with self.scheduler.borrow_slot(len(ids)) as sequence:
-            self.pipeline.prepare_slot(sequence.slot, sequence.generation.request)
+            self.pipeline.prepare_slot(sequence.slot, sequence.generation.request, lag=pictures.lag)
             for start in range(0, len(ids), self.chunk):
                 chunk = ids[start:start + self.chunk]
-                self.pipeline.prefill(chunk, sequence.slot, start, tap=tap)
+                seen = self.pipeline.show(pictures, start, start + len(chunk))
+                self.pipeline.prefill(chunk, sequence.slot, start, tap=tap, seen=seen)
                 for row in range(0, len(chunk), HEAD_ROWS):
                     yield self.pipeline.logits(row, min(HEAD_ROWS, len(chunk) - row))
 
@@ -2240,6 +2233,8 @@ class Engine(TextOnly, TextEngine):
         """Close the engine. New requests are refused, and running ones get `grace` seconds to finish."""
         self.scheduler.close(grace)
         self.pipeline.close()
+        if self.eyes:
+            self.eyes.close()
 
 
 @dataclass(frozen=True)
@@ -2260,9 +2255,11 @@ class OpenModel:
         """What the model is for: "text", "embedding" or "reranking"."""
         return {None: "text", "rank": "reranking"}.get(self.config.pooling, "embedding")
 
-    def demand(self, ctx: int | None = None, draft: int | str = "auto", **wishes) -> Demand:
-        """What the arguments of `load` ask for. Raises RequestError."""
-        demand = Demand(self.n_ctx(ctx), drafts=most_drafts(draft), **wishes)
+    def demand(self, ctx: int | None = None, draft: int | str = "auto", mmproj: str | Path | None = None,
+               image_tokens: tuple[int, int] | None = None, **wishes) -> Demand:
+        """What the arguments of `load` ask for. Raises RequestError, ModelError."""
+        eyes = open_eyes(mmproj, image_tokens, self)
+        demand = Demand(self.n_ctx(ctx), drafts=most_drafts(draft), eyes=eyes, **wishes)
         return for_pooling(demand) if self.config.pooling else demand
 
     def n_ctx(self, ctx: int | None) -> int:
@@ -2297,7 +2294,8 @@ def load(model: str | Path | OpenModel = DEFAULT_MODEL, card: str | Card | list[
          ctx: int | None = None, slots: int = 1, chunk: int | None = None, progress: bool = True,
          kv_tokens: int | None = None, checkpoint_memory: int | None = None, *,
          checkpoint_host_memory: int | None = None, split: tuple[int, ...] | None = None,
-         draft: int | str = "auto", expert_memory: int | None = None, products: str = "auto") -> Engine | Pooling:
+         draft: int | str = "auto", expert_memory: int | None = None, products: str = "auto",
+         mmproj: str | Path | None = None, image_tokens: tuple[int, int] | None = None) -> Engine | Pooling:
     """Load a GGUF file, one of the Hub by the name "hf:OWNER/NAME:Q4_K_M", or random weights by the name
     "synthetic:0.8b", "synthetic:9b:q4_k", ..., ready to generate. An embedding or a reranking model becomes a Pooling
     engine (engine/packing.py), which has `embed` or `rerank`.
@@ -2313,25 +2311,25 @@ def load(model: str | Path | OpenModel = DEFAULT_MODEL, card: str | Card | list[
     kv_tokens: room for keys and values, in tokens, of all slots and of what is kept for later prompts; at least ctx.
     checkpoint_memory, checkpoint_host_memory: bytes for the states from which later prompts go on, on the card and in
     the host's memory. `engine.plan.choose_sizes` has the defaults of these three.
-    draft: most drafts of an answer in a decode step, 0 to 7; "off" is 0, "auto" is as many as pay.
-    expert_memory: bytes of each card for the experts of a mixture of experts (engine/expert_store.py); by default all.
+    draft: most drafts of an answer in a decode step, 0 to 7; "off" is 0, "auto" is as many as pay. expert_memory: bytes
+    of each card for the experts of a mixture of experts (engine/expert_store.py); by default for all.
     products: what multiplies the rows of prompts on each card, "dp4a", "tensor" or the faster (kernels/products.py).
+    mmproj: the file of a model's eyes, or "synthetic". image_tokens: the fewest and most tokens of a picture.
     Raises ModelError, RequestError, CompileError, CardError (OutOfMemory shows what did not fit, and what would).
     """
     opened = model if isinstance(model, OpenModel) else open_model(model)
     demand = opened.demand(ctx, draft, slots=slots, chunk=chunk, kv_tokens=kv_tokens, split=split,
-                           expert_memory=expert_memory, products=products,
+                           expert_memory=expert_memory, products=products, mmproj=mmproj, image_tokens=image_tokens,
                            checkpoint_memory=checkpoint_memory, checkpoint_host_memory=checkpoint_host_memory)
     planner = measured_planner(opened, card, demand)
-    config, cards, n_ctx = opened.config, planner.cards, demand.n_ctx
-    free = sum(card.free_bytes for card in cards)
+    config, cards, free = opened.config, planner.cards, sum(card.free_bytes for card in planner.cards)
     if progress:
         for card, layers in zip(cards, planner.plan.layers):
             note(f"card: {card.describe()}" + f", layers {layers.start} - {layers.stop - 1}" * (len(cards) > 1))
             if said := Products.of(card, demand.products).describe(opened.weights.formats()):
                 note(f"products of prompts: {said}")
-        if n_ctx > config.context_length:
-            note(f"warning: the model was made for {config.context_length} tokens of context, not {n_ctx}; "
+        if demand.n_ctx > config.context_length:
+            note(f"warning: the model was made for {config.context_length} tokens of context, not {demand.n_ctx}; "
                  "what comes after those may make no sense")
     stages = load_stages(opened, planner, progress)
     sizes = choose_sizes(stages, demand)

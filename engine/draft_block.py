@@ -136,8 +136,8 @@ class DraftBlock:
         chosen token."""
         card, view, mixer, (n, width, n_drafts) = model.card, self._view(model), self.layer.mixer, sizes
         pages, chosen, run = cache.kept[model.config.n_layers], self.pass_of(self.newest, n * width), None
-        draft_input.draft_rows(card, chosen.rows, (self.sources, self.limits), (answers, outcomes), self.known, n,
-                               width)
+        draft_input.draft_rows(card, chosen.rows, (self.sources, self.limits), (answers, outcomes), self.known,
+                               cache.lags, n, width)
         self._combine(view, chosen, x, model.head_norm, self.sources)
         qkv = mixer.project_qkv(view, chosen)
         if width > 1 or not n_drafts:               # attention stores the first n rows, the newest tokens, by itself
@@ -156,8 +156,8 @@ class DraftBlock:
                 u = view.scratch.activations[self.whole_head.k]         # which the products of several parts have left
                 draft_list.listed_logits(card, self.logits.reshape(-1)[self.known.n_shared:], self.known.columns,
                                          self.known.listed, places.slots, self.whole_head, u, n)
-            draft_head.choose_draft(card, run.rows, (places, self.limits), outcomes, self.logits, self.best, self.known,
-                                    number)
+            draft_head.choose_draft(card, run.rows, (places, self.limits, cache.lags), outcomes, self.logits, self.best,
+                                    self.known, number)
 
     def _view(self, model):
         """The model with the block's own residual stream: the model's may still be wanted."""

@@ -447,6 +447,7 @@ class Demand:
     expert_memory: int | None = None    # bytes of each card for experts; None: for all, if they fit
     packed: bool = False        # passes are over parts of several texts, one for each slot, and nothing is decoded
     products: str = "auto"      # which kernels multiply the rows of prompts, see kernels/products.py
+    eyes: object = None         # the Eyes of engine/sight.py, if the model is to see
     # Bytes of host memory that nothing needed before the model was loaded.
     host_memory: int = field(default_factory=lambda: free_memory(), compare=False)
 

@@ -131,6 +131,7 @@ class Request:
     repetition_guard: bool = False      # end an answer that repeats itself, see RepetitionGuard; not with ignore_eos
     timeout: float | None = None        # seconds from `submit` on, after which it ends with DeadlineExceeded
     draft: int | None = None            # most drafts checked at once; None: what the engine was loaded for
+    pictures: tuple = ()                # Pictures of engine/images.py, in the order of their tokens in the prompt
 
     def __post_init__(self):
         self.stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
@@ -304,9 +305,10 @@ class Job:
 class Generation(Job):
     """A request for text on its way through the engine. Iterating over it gives its Deltas."""
 
-    def __init__(self, request: Request, tokenizer, constraint=None):
+    def __init__(self, request: Request, tokenizer, constraint=None, pictures=None):
+        """pictures: the PromptPictures of engine/sight.py, or None."""
         super().__init__(request, len(request.prompt_ids))
-        self.constraint, self.n_generated = constraint, 0
+        self.constraint, self.pictures, self.n_generated = constraint, pictures, 0
         self.n_cached = 0           # tokens of the prompt that were not computed, because they were cached
         self.drafts = Drafts()      # how many were checked and accepted
         self.cause: str | None = None           # of the last Delta

@@ -4,6 +4,7 @@ import itertools
 
 from engine.prefix import PAGE_TOKENS, Branch, Node
 from engine.request import Generation, PromptLogprobs
+from engine.sight import NO_PICTURES
 from engine.worker import Task
 from kernels.advance import COUNT, N_DRAFTS, NEXT_DRAFTS, answer_of
 
@@ -12,7 +13,8 @@ class Sequence(Branch):
     """A generation that holds a slot: its tokens, and how many of them have been computed."""
 
     def __init__(self, generation: Generation, slot: int, n_pages: int, root: Node):
-        super().__init__(slot, generation.request.prompt_ids, root)
+        self.ids, self.pictures = generation.request.prompt_ids, generation.pictures or NO_PICTURES
+        super().__init__(slot, self.pictures.keys(self.ids), root)      # `tokens`, with keys for those of pictures
         self.generation = generation
         self.n_pages = n_pages          # pages that are promised to the sequence: the most it can need
         self.marks: list[int] = []      # positions in the prompt where checkpoints are taken

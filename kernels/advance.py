@@ -20,7 +20,9 @@ Then the rows are written. Row j counts if all rows before it count and
 So the rows of an answer lie in one page of 64 tokens, and none chooses a token beyond the end.
 
     ids, slots, positions  int32 [n * width]        rope  int32 [3, n * width]: time, height, width, all the position
+                                                    less the lag of the slot
     accepted               int32 [n_slots]          ACCEPTED of each answer, at its slot
+    lags                   int32 [n_slots]          how far rotary positions are behind positions (engine/sight.py)
 
 A row that does not count is *void*: id 0, the slot of the answer, position -1, rope 0.
 
@@ -77,7 +79,7 @@ def advance_reference(answers, outcomes, width):
 
 
 @cuda.jit
-def advance_kernel(ids, slots, positions, rope, accepted, answers, outcomes, n, width):
+def advance_kernel(ids, slots, positions, rope, accepted, lags, answers, outcomes, n, width):
     drafts = cuda.local.array(N_DRAFTS, int32)
     i = uint32(uint32(cuda.blockIdx.x) * uint32(THREADS) + uint32(cuda.threadIdx.x))
     wait_for_previous()
@@ -99,6 +101,7 @@ def advance_kernel(ids, slots, positions, rope, accepted, answers, outcomes, n, 
                 drafts[j] = outcomes[uint32(outcome + uint32(NEXT_DRAFTS) + uint32(j))]
                 answers[uint32(answer + uint32(DRAFTS) + uint32(j))] = drafts[j]
         accepted[uint32(slot)] = n_accepted
+        lag = lags[uint32(slot)]
 
         limit = min(int32((position | int32(PAGE - 1)) + int32(1)), int32(end - int32(1)))
         counts = position >= int32(0)
@@ -112,15 +115,15 @@ def advance_kernel(ids, slots, positions, rope, accepted, answers, outcomes, n, 
                 slots[row] = slot
                 positions[row] = here if counts else int32(-1)
                 for axis in range(uint32(3)):
-                    rope[uint32(uint32(axis) * n * width + row)] = here if counts else int32(0)
+                    rope[uint32(uint32(axis) * n * width + row)] = int32(here - lag) if counts else int32(0)
     cuda.threadfence()      # kernels that do not wait see what this one wrote
 
 
-def advance(card, rows, answers, outcomes, accepted, n, width):
+def advance(card, rows, answers, outcomes, accepted, lags, n, width):
     """answers int32 [n, 12] <- what outcomes int32 [n, 16] say. rows <- the n * width rows of
-    the next check: ids, places (slots, positions) and rope. accepted: int32 [n_slots]."""
+    the next check: ids, places (slots, positions) and rope. accepted and lags: int32 [n_slots]."""
     card.launch(advance_kernel, -(-n // THREADS), THREADS, rows.ids, *rows.places, rows.rope.reshape(-1), accepted,
-                answers.reshape(-1), outcomes.reshape(-1), n, width)
+                lags, answers.reshape(-1), outcomes.reshape(-1), n, width)
 
 
 # ---- check and time ----------------------------------------------------------------------------------------
@@ -160,15 +163,15 @@ def check(card, n, width):
     want, ids, slots, positions = advance_reference(answers, outcomes, width)
     accepted = np.full(n_slots, 77, np.int32)
     accepted[want[:, SLOT]] = want[:, ACCEPTED]
-    rows = rows_on(card, *np.full((3, n * width), 55))
+    rows, lags = rows_on(card, *np.full((3, n * width), 55)), rng.integers(0, 50, n_slots, np.int32)
     on_card = [card.upload(host) for host in (np.append(answers, 7).astype(np.int32), outcomes,
                                               np.full(n_slots, 77, np.int32))]
-    advance(card, rows, on_card[0][:-1], *on_card[1:], n, width)
+    advance(card, rows, on_card[0][:-1], *on_card[1:], card.upload(lags), n, width)
     got = [card.download(array) for array in on_card]
     for found, expected in zip(got, (np.append(want, 7), outcomes, accepted)):
         np.testing.assert_array_equal(found, expected)
     for array, expected in ((rows.ids, ids), (rows.places.slots, slots), (rows.places.positions, positions),
-                            (rows.rope, np.tile(np.maximum(positions, 0), (3, 1)))):
+                            (rows.rope, np.tile(np.where(positions < 0, 0, positions - lags[slots]), (3, 1)))):
         np.testing.assert_array_equal(card.download(array), expected)
     assert all(card.download(end)[0] == 7 for end in rows.ends), "wrote past its rows"
     return 0.0
@@ -181,7 +184,7 @@ def cases(card):
     for n, width in ((1, 1), (1, 8), (64, 1), (16, 8)):
         answers, outcomes = random_records(np.random.default_rng(0), n, n)
         arrays = rows_on(card, *np.zeros((3, n * width))), card.upload(answers), card.upload(outcomes), \
-            card.zeros(n, np.int32)
+            card.zeros(n, np.int32), card.zeros(n, np.int32)
         yield Case(f"{n} answers of {width} rows",
                    launch=lambda arrays=arrays, n=n, width=width: advance(card, *arrays, n, width))
 

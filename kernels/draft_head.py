@@ -52,7 +52,7 @@ def draft_reference(logits, positions, limits, head, lists):
 
 
 @cuda.jit
-def draft_kernel(ids, slots, positions, rope, from_slots, from_positions, limits, outcomes, logits, best, arrived,
+def draft_kernel(ids, slots, positions, rope, from_slots, from_positions, limits, lags, outcomes, logits, best, arrived,
                  listed, columns, n_low, skipped, n_shared, number, n):
     """Grid (chunks, n)."""
     let_next_begin()
@@ -100,8 +100,9 @@ def draft_kernel(ids, slots, positions, rope, from_slots, from_positions, limits
             outcomes[uint32(i * uint32(N_OUTCOME) + uint32(NEXT_DRAFTS) + number)] = draft
         ids[i], slots[i] = draft if goes_on else int32(0), slot
         positions[i] = position if goes_on else int32(-1)
+        turn = int32(position - lags[uint32(slot)]) if goes_on else int32(0)
         for axis in range(uint32(3)):
-            rope[uint32(uint32(axis) * n + i)] = position if goes_on else int32(0)
+            rope[uint32(uint32(axis) * n + i)] = turn
 
 
 def scratch_shape(n, columns):
@@ -113,12 +114,13 @@ def scratch_shape(n, columns):
 
 def choose_draft(card, next_rows, at, outcomes, logits, scratch, head, number, *, stream=None):
     """NEXT_DRAFTS + number of the outcomes <- the draft of each answer, if there is one; next_rows <- the rows of the
-    drafts (ids, places, rope). at: (places of the rows that gave the logits, which may be those of next_rows; limits).
-    logits: float32, those of an answer lie together. scratch: (best, arrived). head: a DraftHead."""
-    (places, limits), n = at, next_rows.rope.shape[1]
+    drafts (ids, places, rope). at: (places of the rows that gave the logits, which may be those of next_rows; limits;
+    lags int32 [n_slots], see kernels/advance.py). logits: float32, those of an answer lie together. scratch: (best,
+    arrived). head: a DraftHead."""
+    (places, limits, lags), n = at, next_rows.rope.shape[1]
     listed = places[0] if head.listed is None else head.listed.reshape(-1)      # nothing reads the former
     card.launch(draft_kernel, (-(-head.columns // CHUNK), n), THREADS, next_rows.ids, *next_rows.places,
-                next_rows.rope.reshape(-1), *places, limits, outcomes.reshape(-1), logits.reshape(-1),
+                next_rows.rope.reshape(-1), *places, limits, lags, outcomes.reshape(-1), logits.reshape(-1),
                 *(array.reshape(-1) for array in scratch), listed, head.columns, head.n_low, head.skipped,
                 head.n_shared, number, n, stream=stream)
 
@@ -148,19 +150,19 @@ def check(card, n, n_shared, n_low, has_lists):
     best = card.alloc(scratch_shape(n, columns), np.uint32)
     for array in (*arrays, best):
         card.poison(array)
-    ids, slots, at, rope = arrays
-    rows = SimpleNamespace(ids=ids, places=(slots, at), rope=rope.reshape(3, n))
+    ids, slots, next_positions, rope = arrays
+    rows = SimpleNamespace(ids=ids, places=(slots, next_positions), rope=rope.reshape(3, n))
     from_slots = np.arange(n, dtype=np.int32)[::-1].copy()
     records, arrived = card.upload(outcomes), card.zeros(n, np.uint32)
-    places = card.upload(from_slots), card.upload(positions)
+    places, lags = (card.upload(from_slots), card.upload(positions)), rng.integers(0, 50, n, np.int32)
     for number in range(2):
-        choose_draft(card, rows, (places, card.upload(limits)), records, card.upload(logits), (best, arrived),
-                     head, number)
+        at = places, card.upload(limits), card.upload(lags)
+        choose_draft(card, rows, at, records, card.upload(logits), (best, arrived), head, number)
         drafts, positions = draft_reference(logits, positions, limits, head, lists[from_slots])
         outcomes[:, NEXT_DRAFTS + number] = drafts
         np.testing.assert_array_equal(card.download(records), outcomes)
         for got, want in zip(arrays, (np.maximum(drafts, 0), from_slots, positions,
-                                      np.tile(np.maximum(positions, 0), 3))):
+                                      np.tile(np.where(positions < 0, 0, positions - lags[from_slots]), 3))):
             np.testing.assert_array_equal(card.download(got), want)
         assert not card.download(arrived).any(), "counters must be zero again"
         places = rows.places
@@ -175,8 +177,8 @@ def cases(card):
         head = DraftHead(98304, 149504, 98816, card.zeros((n, LISTED), np.int32), None)
         columns, rows = head.columns, SimpleNamespace(ids=card.zeros(n, np.int32), places=(
             card.zeros(n, np.int32), card.zeros(n, np.int32)), rope=card.zeros((3, n), np.int32))
-        given = (rows, (rows.places, card.zeros(n, np.int32)), card.zeros((n, N_OUTCOME), np.int32),
-                 card.zeros((n, columns), np.float32))
+        given = (rows, (rows.places, *(card.zeros(n, np.int32) for _ in range(2))),
+                 card.zeros((n, N_OUTCOME), np.int32), card.zeros((n, columns), np.float32))
         scratch = card.alloc(scratch_shape(n, columns), np.uint32), card.zeros(n, np.uint32)
         yield Case(f"time of {n} x {columns}", n_bytes=given[-1].nbytes, launch=partial(
             choose_draft, card, *given, scratch, head, 0))

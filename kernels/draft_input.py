@@ -25,6 +25,8 @@ that rows 0 .. n - 1 are the ones from which drafts are made:
 
 If the head for drafts skips ids, the tokens among these enter the slot's list (kernels/draft_list.py).
 
+The rotary positions of a row are q less the lag of its slot (engine/sight.py).
+
 A row is void (id 0, position -1, rope 0) if there is no such token, or if q + 1 is END or more, since nothing can
 follow then. limits int32 [n]: drafts of an answer stand at positions below this: the next multiple of 64 after the
 newest token, where the next check ends, or END - 1.
@@ -77,8 +79,8 @@ def rows_reference(answers, outcomes, width):
 # ---- kernels -----------------------------------------------------------------------------------------------
 
 @cuda.jit
-def draft_rows_kernel(ids, slots, positions, rope, sources, limits, answers, outcomes, listed, n_listed, n_low, skipped,
-                      n, width):
+def draft_rows_kernel(ids, slots, positions, rope, sources, limits, lags, answers, outcomes, listed, n_listed, n_low,
+                      skipped, n, width):
     let_next_begin()
     i = uint32(uint32(cuda.blockIdx.x) * uint32(THREADS) + uint32(cuda.threadIdx.x))
     wait_for_previous()
@@ -86,7 +88,7 @@ def draft_rows_kernel(ids, slots, positions, rope, sources, limits, answers, out
         answer, outcome = uint32(i * uint32(N_ANSWER)), uint32(i * uint32(N_OUTCOME))
         count, slot = outcomes[uint32(outcome + uint32(COUNT))], answers[uint32(answer + uint32(SLOT))]
         newest = int32(answers[uint32(answer + uint32(POSITION))] + count)
-        end = answers[uint32(answer + uint32(END))]
+        end, lag = answers[uint32(answer + uint32(END))], lags[uint32(slot)]
         limits[i] = min(int32((newest | int32(PAGE - 1)) + int32(1)), int32(end - int32(1)))
         for j in range(uint32(CHECK_ROWS)):
             if uint32(j) < width:
@@ -97,8 +99,9 @@ def draft_rows_kernel(ids, slots, positions, rope, sources, limits, answers, out
                     position = int32(newest - int32(j))
                 ids[row], slots[row], positions[row] = token, slot, position
                 sources[row] = int32(max(back, int32(0)) * int32(n) + int32(i))
+                turn = int32(position - lag) if position >= int32(0) else int32(0)
                 for axis in range(uint32(3)):
-                    rope[uint32(uint32(axis) * n * width + row)] = max(position, int32(0))
+                    rope[uint32(uint32(axis) * n * width + row)] = turn
         if skipped != uint32(0):
             at = uint32(n_listed[uint32(slot)])
             for j in range(uint32(CHECK_ROWS)):
@@ -190,14 +193,14 @@ def keep_hidden_kernel(hidden, x, slots, row, k):
 
 # ---- launches: they write in place and never allocate -----------------------------------------------------
 
-def draft_rows(card, rows, at, records, head, n, width, *, stream=None):
+def draft_rows(card, rows, at, records, head, lags, n, width, *, stream=None):
     """rows <- ids, places and rope of n * width rows; at: (sources int32 [n * width], limits int32 [n]) likewise. All
     NEXT_DRAFTS of the outcomes become -1. records: (answers int32 [n, 12], outcomes int32 [n, 16]). head: a DraftHead,
-    whose lists get the tokens that are skipped."""
+    whose lists get the tokens that are skipped. lags: int32 [n_slots]."""
     records = [array.reshape(-1) for array in records]
     lists = records if head.listed is None else (head.listed.reshape(-1), head.n_listed)    # nothing reads the former
     card.launch(draft_rows_kernel, -(-n // THREADS), THREADS, rows.ids, *rows.places, rows.rope.reshape(-1), *at,
-                *records, *lists, head.n_low, 0 if head.listed is None else head.skipped, n, width, stream=stream)
+                lags, *records, *lists, head.n_low, 0 if head.listed is None else head.skipped, n, width, stream=stream)
 
 
 def draft_input(card, out, e, x, hidden, rows, norms, eps, *, stream=None):
@@ -271,19 +274,20 @@ def check_rows(card, n, width):
         card.poison(array)
     ids, slots, positions, sources, rope, limits = arrays
     records = card.upload(answers), card.upload(outcomes)
-    rows = SimpleNamespace(ids=ids, places=(slots, positions), rope=rope)
+    rows, lags = SimpleNamespace(ids=ids, places=(slots, positions), rope=rope), rng.integers(0, 50, n + 2, np.int32)
+    lags_there = card.upload(lags)
     lists, n_listed = rng.integers(-1, 99, (n + 2, LISTED), np.int32), rng.integers(0, 2 * LISTED, n + 2, np.int32)
     head = DraftHead(40, 30, 60, card.upload(lists), card.upload(n_listed))
-    draft_rows(card, rows, (sources, limits), records, head, n, width)
+    draft_rows(card, rows, (sources, limits), records, head, lags_there, n, width)
     want = lists_reference(lists, n_listed, answers, outcomes, head)
     for got, expected in zip((head.listed, head.n_listed), want):
         np.testing.assert_array_equal(card.download(got), expected)
-    draft_rows(card, rows, (sources, limits), records, head._replace(listed=None), n, width)
+    draft_rows(card, rows, (sources, limits), records, head._replace(listed=None), lags_there, n, width)
     np.testing.assert_array_equal(card.download(head.listed), want[0], "a list that is not there")
     want = rows_reference(answers, outcomes, width)
     for got, expected in zip((ids, slots, positions, sources, limits), want):
         np.testing.assert_array_equal(card.download(got), np.append(expected, -1))
-    np.testing.assert_array_equal(card.download(rope), np.tile(np.maximum(want[2], 0), 3))
+    np.testing.assert_array_equal(card.download(rope), np.tile(np.where(want[2] < 0, 0, want[2] - lags[want[1]]), 3))
     outcomes[:, NEXT_DRAFTS:] = -1
     np.testing.assert_array_equal(card.download(records[1]), outcomes)
     np.testing.assert_array_equal(card.download(records[0]), answers)

@@ -70,10 +70,10 @@ def write(card, model, width, draft=None):
     texts, steps = [[int(answer[TOKEN])] for answer in first], 0
     answers, outcomes = card.upload(first), card.zeros((N, N_OUTCOME), np.int32)
     rows = advance.rows_on(card, *np.zeros((3, N * width)))
-    accepted, tokens = card.zeros(N + 1, np.int32), card.alloc(N * width, np.int32)
+    accepted, lags, tokens = *(card.zeros(N + 1, np.int32) for _ in range(2)), card.alloc(N * width, np.int32)
     while any(start + len(text) < end for start, text, end in zip(first[:, POSITION], texts, first[:, END])):
         steps += 1
-        advance.advance(card, rows, answers, outcomes, accepted, N, width)
+        advance.advance(card, rows, answers, outcomes, accepted, lags, N, width)
         card.poison(tokens)
         sample.sample(card, tokens, logits_of(card, model, rows, state), rows, state, N, width)
         accept.accept(card, outcomes, tokens, rows, state, N, width)

@@ -46,7 +46,7 @@ class Bench:
         """A pass over a part of a prompt."""
         n = len(ids)
         qengine.set_rows(self.inputs, ids, [slot] * n, range(start, start + n))
-        run = qengine.PromptPass(qengine.rows_of(self.inputs, n), (), False, contextlib.nullcontext)
+        run = qengine.PromptPass(qengine.rows_of(self.inputs, n), (), (), False, contextlib.nullcontext)
         if start == 0:
             self.cache.reset(slot)
             self.block.forget(slot)

@@ -1,0 +1,264 @@
+"""What a prompt sees: places, keys and rotary positions of pictures; and models that see, whose tower has given rows."""
+
+import numpy as np
+import pytest
+
+import qengine
+from engine.images import Limits, Picture, expand
+from engine.request import RequestError
+from engine.sight import FIRST_KEY, Eyes, Gallery, PromptPictures
+from kernels.emulated.card import EmulatedCard
+from tests.models import load_tiny
+from tests.oracle import oracle_json, oracle_npz, oracle_path
+
+PAD = 7
+
+
+def picture(rows, columns, seed=0):
+    return Picture.of(np.random.default_rng(seed).integers(0, 256, (32 * rows, 32 * columns, 3), np.uint8))
+
+
+# ---- places of pictures in a prompt ----------------------------------------------------------------------------------
+
+def test_places_keys_and_positions():
+    first, second = picture(2, 3), picture(1, 1, 1)
+    ids = expand([1, 2, PAD, 3, PAD, 4, 5], [first, second], PAD)
+    pictures = PromptPictures(ids, [first, second], PAD)
+    assert pictures.starts == [2, 9]
+    np.testing.assert_array_equal(pictures.rope, [[0, 1, 2, 2, 2, 2, 2, 2, 5, 6, 7, 8],
+                                                  [0, 1, 2, 2, 2, 3, 3, 3, 5, 6, 7, 8],
+                                                  [0, 1, 2, 3, 4, 2, 3, 4, 5, 6, 7, 8]])
+    assert pictures.lag == len(ids) - 9
+    keys = pictures.keys(ids)
+    assert [key for key in keys if key < FIRST_KEY] == [1, 2, 3, 4, 5] and len(set(keys)) == len(ids)
+    assert keys == pictures.keys(ids) and keys != PromptPictures(ids, [picture(2, 3, 5), second], PAD).keys(ids)
+    assert [tuple(view)[1:] for view in pictures.views(4, 10)] == [(0, 2, 4), (5, 0, 1)]
+    assert pictures.views(0, 2) == [] and pictures.after(8) == [second] and pictures.after(7) == [first, second]
+
+
+@pytest.mark.parametrize("ids, said", [([1, PAD, PAD, 2], "no 6 tokens for picture 1"),
+                                       ([1, *[PAD] * 6], "ends with a picture"), ([1, 2], "no 6 tokens")])
+def test_prompts_without_the_tokens_of_a_picture(ids, said):
+    with pytest.raises(RequestError, match=said):
+        PromptPictures(ids, [picture(2, 3)], PAD)
+
+
+def test_positions_of_the_reference():
+    golden = oracle_npz("dense_mtp-vision")
+    for case in "aligned", "unaligned":
+        ids, (_, height, width) = golden[f"{case}_ids"].tolist(), golden[f"{case}_grid_thw"][0]
+        seen = picture(height // 2, width // 2)
+        pad = max(set(ids), key=ids.count)
+        np.testing.assert_array_equal(PromptPictures(ids, [seen], pad).rope, golden[f"{case}_positions_thw"])
+
+
+# ---- rows of pictures on a card --------------------------------------------------------------------------------------
+
+def test_rows_of_a_gallery_never_overlap():
+    """Random pictures, of which those that are needed must always have rows."""
+    rng = np.random.default_rng(3)
+    shown = [picture(*rng.integers(1, 5, 2), seed) for seed in range(30)]
+    gallery, encoded = Gallery(64, 16), []
+    for _ in range(500):
+        now = [shown[i] for i in rng.integers(0, 30, 3)]
+        had = set(gallery.kept)
+        placed = gallery.place(now, [shown[i] for i in rng.integers(0, 30, 5)])
+        encoded += placed
+        assert {each.digest for each in now} <= gallery.kept.keys()
+        assert bool(placed) == any(each.digest not in had for each in now)
+        ends = 0
+        for first, n in sorted(gallery.kept.values()):
+            assert first >= ends
+            ends = first + n
+        assert ends <= 64
+        assert all(gallery.first_row(each) == row for each, row in placed)
+    assert len(encoded) > 300
+
+
+# ---- models that see -------------------------------------------------------------------------------------------------
+
+class GivenRows:
+    """A tower whose rows are known: those of each digest. encoded: the pictures that it was asked for."""
+
+    def __init__(self, rows):
+        self.rows, self.encoded = rows, []
+
+    def load(self, card, max_tokens):
+        self.card = card
+        return self
+
+    def encode(self, pictures, outs):
+        for each, out in zip(pictures, outs):
+            self.encoded.append(each)
+            self.card.copy_in(out, self.rows[each.digest])
+            yield
+
+    def seconds(self, pictures, speed):
+        return [0.01] * len(pictures)
+
+
+class Golden:
+    """A case of the reference: its picture, rows, token ids and logits."""
+
+    def __init__(self, case):
+        golden = oracle_npz("dense_mtp-vision")
+        self.ids, (_, height, width) = golden[f"{case}_ids"].tolist(), golden[f"{case}_grid_thw"][0]
+        self.picture = picture(height // 2, width // 2)
+        self.rows = golden[f"{case}_hf_image_embeds"]
+        self.logits, self.greedy = golden[f"{case}_hf_logits_tail"], golden[f"{case}_hf_greedy"].tolist()
+        self.margin = golden[f"{case}_hf_greedy_margin"]
+
+
+@pytest.fixture(scope="module")
+def golden():
+    return [Golden(case) for case in ("aligned", "unaligned")]
+
+
+def load_seeing(card, golden, monkeypatch, **options):
+    """An engine of the reference model, and its tower, which knows the pictures of the reference."""
+    opened = qengine.open_model(oracle_path("gguf/dense_mtp-Q8_0.gguf"))
+    tower = GivenRows({case.picture.digest: case.rows for case in golden})
+    pad = opened.tokenizer.control["<|image_pad|>"]
+    monkeypatch.setattr(qengine, "open_eyes", lambda *_: Eyes(tower, Limits(), pad))
+    return qengine.load(opened, card=card, progress=False, **{"ctx": 512, "slots": 4} | options), tower
+
+
+def tokens_of(engine, ids, pictures, n=32, **fields):
+    return [delta.token_id for delta in engine.submit(qengine.Request(list(ids), max_tokens=n, pictures=tuple(pictures),
+                                                                      ignore_eos=True, **fields))]
+
+
+@pytest.fixture
+def seeing(card, golden, monkeypatch):
+    """An engine of the reference model, and its tower."""
+    engine, tower = load_seeing(card, golden, monkeypatch)
+    yield engine, tower
+    engine.close()
+
+
+def test_logits_behind_a_picture(seeing, golden):
+    """Within the band of 8-bit activations, and greedy tokens of the reference until a margin is below its noise."""
+    band = oracle_json("manifest.json")["models"]["dense_mtp-Q8_0"]["agreement"]["long"]
+    band, engine = band["llamacpp_quantised_f16kv__vs__hf_f32"], seeing[0]
+    for case in golden:
+        tail = engine.evaluate(case.ids, pictures=[case.picture])[-len(case.logits):]
+        assert np.linalg.norm(tail - case.logits) <= band["rel_l2"] * np.linalg.norm(case.logits)
+        found = tokens_of(engine, case.ids, [case.picture], len(case.greedy))
+        first = next((i for i, pair in enumerate(zip(found, case.greedy)) if pair[0] != pair[1]), None)
+        assert first is None or case.margin[first] <= band["max_abs"]
+
+
+def test_a_picture_matters(seeing, golden):
+    """Rows of another picture, and none, give other logits."""
+    engine, case = seeing[0], golden[0]
+    blind = engine.evaluate(case.ids)[-1]
+    assert np.linalg.norm(engine.evaluate(case.ids, pictures=[case.picture])[-1] - blind) > 0.1 * np.linalg.norm(blind)
+
+
+def conversation(golden):
+    """Token ids with both pictures, text between them and behind, some 370 tokens; and the pictures."""
+    first, second = golden
+    return first.ids + list(range(300, 400)) + second.ids + list(range(500, 580)), [first.picture, second.picture]
+
+
+def test_chunks_cards_drafts_and_neighbours_change_no_bit(card, golden, monkeypatch):
+    ids, pictures = conversation(golden)
+    engine, _ = load_seeing(card, golden, monkeypatch, draft=0)
+    try:
+        logits, want = engine.evaluate(ids, pictures=pictures), tokens_of(engine, ids, pictures)
+    finally:
+        engine.close()
+    for options in {"chunk": 64}, {"chunk": 128, "draft": 3}, {"draft": "auto"}:
+        engine, _ = load_seeing(card, golden, monkeypatch, **options)
+        try:
+            np.testing.assert_array_equal(engine.evaluate(ids, pictures=pictures), logits)
+            running = [engine.submit(qengine.Request(ids[:n], max_tokens=9, pictures=pictures[:k], ignore_eos=True))
+                       for n, k in ((120, 1), (60, 0))] if options.get("chunk") != 64 else []
+            assert tokens_of(engine, ids, pictures) == want
+            for each in running:
+                each.wait()
+        finally:
+            engine.close()
+    if card.kind == "emulated":
+        cards = [EmulatedCard(number, memory_bytes=256 << 20) for number in range(2)]
+        engine, _ = load_seeing(cards, golden, monkeypatch, split=(3, 5), chunk=128)
+        try:
+            np.testing.assert_array_equal(engine.evaluate(ids, pictures=pictures), logits)
+            assert tokens_of(engine, ids, pictures) == want
+        finally:
+            engine.close()
+
+
+def test_the_next_turn_neither_encodes_nor_reads_a_picture_again(seeing, golden):
+    engine, tower = seeing
+    ids, pictures = conversation(golden)
+    answer = tokens_of(engine, ids, pictures)
+    assert tower.encoded == pictures
+    generation = engine.submit(qengine.Request(ids + answer + [55] * 70, max_tokens=4, pictures=tuple(pictures)))
+    generation.wait()
+    assert generation.n_cached >= len(ids) // 64 * 64 and tower.encoded == pictures
+
+
+def test_another_picture_of_the_same_size_is_not_taken_for_it(seeing, golden):
+    """Its keys differ, so nothing of the first prompt's pages is used."""
+    engine, tower = seeing
+    ids, pictures = conversation(golden)
+    want = tokens_of(engine, ids, pictures)
+    other = picture(pictures[0].rows, pictures[0].columns, 99)
+    tower.rows[other.digest] = tower.rows[pictures[0].digest][::-1].copy()
+    generation = engine.submit(qengine.Request(ids, max_tokens=32, pictures=(other, pictures[1]), ignore_eos=True))
+    found = [delta.token_id for delta in generation]
+    assert generation.n_cached == 0 and found != want
+    assert tokens_of(engine, ids, pictures) == want
+
+
+def test_pictures_of_waiting_requests_are_encoded_together(seeing, golden, monkeypatch):
+    engine, tower = seeing
+    batches, encode = [], tower.encode
+    monkeypatch.setattr(tower, "encode", lambda pictures, outs: (batches.append(pictures), encode(pictures, outs))[1])
+    with engine.scheduler.between_steps():
+        running = [engine.submit(qengine.Request(case.ids, max_tokens=2, pictures=(case.picture,))) for case in golden]
+    for each in running:
+        each.wait()
+    assert batches == [[case.picture for case in golden]]
+
+
+def test_answers_go_on_while_pictures_are_encoded(seeing, golden):
+    """In pieces, between which steps of the running answer are queued; and both are what they are alone."""
+    engine, _ = seeing
+    text, (ids, pictures) = list(range(900, 1000)), conversation(golden)
+    alone = tokens_of(engine, text, [], 60), tokens_of(engine, ids, pictures)
+    engine.clear_cache()
+    running = engine.submit(qengine.Request(text, max_tokens=60, ignore_eos=True))
+    next(iter(running))
+    found = tokens_of(engine, ids, pictures)
+    assert found == alone[1] and [alone[0][0], *(delta.token_id for delta in running)] == alone[0]
+
+
+def test_a_request_that_is_cancelled_while_its_picture_is_encoded(seeing, golden):
+    engine, _ = seeing
+    ids, pictures = conversation(golden)
+    want = tokens_of(engine, ids, pictures)
+    engine.clear_cache()
+    for _ in range(3):
+        engine.submit(qengine.Request(ids, pictures=tuple(pictures))).cancel()
+    assert tokens_of(engine, ids, pictures) == want
+
+
+def test_what_is_refused(seeing, golden):
+    engine, _ = seeing
+    case = golden[0]
+    for ids, pictures, said in ((case.ids, [case.picture] * 65, "64 pictures"),
+                                ([1, 2], [case.picture], "no 70 tokens"),
+                                (case.ids[:-20], [case.picture], "text must follow")):
+        with pytest.raises(RequestError, match=said):
+            engine.submit(qengine.Request(ids, pictures=tuple(pictures)))
+
+
+def test_a_model_without_eyes(card):
+    engine = load_tiny(card)
+    try:
+        with pytest.raises(RequestError, match="no eyes"):
+            engine.submit(qengine.Request([1, 2], pictures=(picture(1, 1),)))
+    finally:
+        engine.close()
