@@ -144,7 +144,7 @@ def test_a_part_does_not_wait_for_the_step_before_it():
 
         pipeline.set_pages(0, range(11))
         pipeline.prepare_slot(0, qengine.Request([0]))
-        queue(stage.queue_prompt, prompt(2), 0, 0, (), None, 1)
+        queue(stage.queue_prompt, prompt(2), 0, 0, (), None, None, 1)
         default.push(gates[0].wait)                 # as long as a decode step
         queue(stage.continue_prompt, 1)
         assert are_over(streams) and not are_over([default], 0.05)
