@@ -5,12 +5,17 @@
     hf:OWNER/NAME:folder/file.gguf  this file; of a model in several files any of them
     hf:OWNER/NAME@REVISION:...      of a branch, a tag or a commit instead of main
 
+A model that sees has a file with its eyes beside it, whose name holds "mmproj". Such a file is named in the same way,
+and found by itself where the model is one of the Hub.
+
 huggingface_hub brings the cache, the lists of files and the way there, so its variables count: HF_HOME for the place,
 HF_TOKEN for who asks, HF_ENDPOINT for a mirror, HF_HUB_OFFLINE for the cache alone. It throws away what an interrupted
 download has brought, so `fill_cache` puts files into its cache, and goes on where it was.
 """
 
+import dataclasses
 import difflib
+import functools
 import hashlib
 import os
 import re
@@ -28,8 +33,9 @@ NAME = re.compile(r"hf:(?P<repository>[\w.-]+/[\w.-]+)(@(?P<revision>[^:]+))?(:(
 BARE_NAME = re.compile(r"\w[\w.-]*/[\w.-]+(@[^:]+)?(:.+)?")
 PAGE = re.compile(r"(https?://)?(www\.)?(huggingface\.co|hf\.co)/(?P<repository>[\w.-]+/[\w.-]+)"
                   r"(/(tree|blob|resolve)/(?P<revision>[^/?]+)(/(?P<file>[^?]+))?)?/?(\?.*)?")    # in a browser
-DEFAULT_WISH = "Q4_K_M"
-NO_MODEL = re.compile(r"mmproj|^imatrix|imatrix\.gguf$", re.IGNORECASE)   # of vision, and of how one was quantised
+MODEL, EYES = "model", "mmproj file"
+DEFAULT_WISHES = {MODEL: ["Q4_K_M"], EYES: ["F16", "BF16", "F32", "Q8_0"]}  # formats, the one that is taken first first
+IMATRIX = re.compile(r"^imatrix|imatrix\.gguf$", re.IGNORECASE)             # of how a model was quantised
 SPECIAL = {"ud", "i1", "imat", "imatrix"}       # marks of models that are quantised with more than their own weights
 MOST_LISTED = 20
 BEGUN = ".incomplete"       # behind the name of a file in the cache that has not come as a whole
@@ -53,14 +59,39 @@ class HubName:
         return f"{PREFIX}{self.repository}" + (f"@{self.revision}" if self.revision else "")
 
 
-def local_path(model: str | Path, note: Callable[[str], None]) -> str | Path:
-    """The path of the file that a user's name for a model means. Files of the Hub are downloaded unless they are in the
-    cache; `note` is told which. Any other name is a path already. Raises ModelError."""
+class NoSuchFile(ModelError):
+    """A repository without any file of the kind that was looked for."""
+
+
+def local_path(model: str | Path, note: Callable[[str], None], kind: str = MODEL) -> str | Path:
+    """The path of the file that a user's name for a model means, or for its eyes (kind). Files of the Hub are
+    downloaded unless they are in the cache; `note` is told which. Any other name is a path already. Raises
+    ModelError."""
     if str(model).startswith(PREFIX):
-        return download(HubName.of(str(model)), note)
+        return download(HubName.of(str(model)), note, kind)
     if not os.path.exists(model) and (name := hub_name(str(model))):
         raise ModelError(f"{model}: there is no such file; the Hub's repository of this name is {name}")
     return model
+
+
+@functools.cache
+def local_eyes(mmproj: str | Path | None, model: str | Path, note: Callable[[str], None]) -> str | Path | None:
+    """The path of the file with a model's eyes; None for none.
+
+    mmproj: a user's name for it; "none"; or None, which means the file in the model's repository, if the model is one
+    of the Hub and there is any. model: a user's name for the model. note: as for `local_path`. The answer is kept, so
+    that a server that goes on with other cards needs the Hub no more. Raises ModelError.
+    """
+    if mmproj == "none":
+        return None
+    if mmproj is not None:
+        return local_path(mmproj, note, EYES)
+    if not str(model).startswith(PREFIX):
+        return None
+    try:
+        return download(dataclasses.replace(HubName.of(str(model)), wish=None), note, EYES)
+    except NoSuchFile:
+        return None
 
 
 def hub_name(text: str) -> str | None:
@@ -74,13 +105,14 @@ def hub_name(text: str) -> str | None:
     return None if is_path or BARE_NAME.fullmatch(text) is None else PREFIX + text
 
 
-def download(name: HubName, note: Callable[[str], None]) -> str:
-    """The path of the model's file in the cache, or of the first of its files. Raises ModelError."""
+def download(name: HubName, note: Callable[[str], None], kind: str) -> str:
+    """The path of the model's file in the cache, or of the first of its files. kind: MODEL or EYES. Raises
+    ModelError."""
     import huggingface_hub      # here: half a second that nothing else needs
     try:
         commit = huggingface_hub.HfApi().resolve_revision(name.repository, revision=name.revision).resolved
         sizes = sizes_of(name.repository, commit)
-        files = chosen(name, sizes)
+        files = chosen(name, sizes, kind)
         missing = [file for file in files if not in_cache(name.repository, file, commit)]
         if missing:
             n_bytes = sum(sizes[file] or 0 for file in missing)
@@ -88,7 +120,7 @@ def download(name: HubName, note: Callable[[str], None]) -> str:
             several = f" and {len(files) - 1} more parts" if len(files) > 1 else ""
             note(f"downloading {files[0]}{several} of {name}, {show_bytes(n_bytes)}")
         else:
-            note(f"model file: {files[0]} of {name}")
+            note(f"{kind.removesuffix(' file')} file: {files[0]} of {name}")
         return [fetched(name.repository, file, commit) for file in files][0]
     except Exception as error:
         raise explained(name, error) from None
@@ -124,13 +156,13 @@ def transport_error() -> type:
 # ---- which files -----------------------------------------------------------------------------------------------
 
 
-def models_in(files) -> dict[str, list[str]]:
-    """{a file that is a model, or the first of its files: those of them that are there, and the first that is not}.
-    Names come from strangers: one may claim 99,999 parts, or hold what moves a terminal's cursor."""
+def models_in(files, kind: str = MODEL) -> dict[str, list[str]]:
+    """{a file that is a model, or the first of its files: those of them that are there, and the first that is not}, or
+    the same of eyes (kind). Names come from strangers: one may claim 99,999 parts, or hold what moves a terminal's
+    cursor."""
     models = {}
     for file in sorted(files):
-        is_model = file.lower().endswith(".gguf") and not NO_MODEL.search(os.path.basename(file))
-        if not is_model or not file.isprintable():
+        if not file.lower().endswith(".gguf") or kind_of(file) != kind or not file.isprintable():
             continue
         part = PART_NAME.fullmatch(file)
         if part is None:
@@ -138,6 +170,12 @@ def models_in(files) -> dict[str, list[str]]:
         elif (first := f"{part[1]}-00001-of-{part[3]}.gguf") not in models:
             models[first] = present_parts(part, files)
     return models
+
+
+def kind_of(file: str) -> str | None:
+    """Whether a GGUF file is a MODEL, or EYES, by its name; None for other things."""
+    name = os.path.basename(file)
+    return None if IMATRIX.search(name) else EYES if "mmproj" in name.lower() else MODEL
 
 
 def present_parts(part: re.Match, files) -> list[str]:
@@ -150,24 +188,35 @@ def present_parts(part: re.Match, files) -> list[str]:
     return parts
 
 
-def chosen(name: HubName, sizes: dict[str, int | None]) -> list[str]:
-    """The files of the model that is wished for, in the order of their numbers. Raises ModelError."""
-    models, wish = models_in(sizes), name.wish
+def chosen(name: HubName, sizes: dict[str, int | None], kind: str = MODEL) -> list[str]:
+    """The files of the model that is wished for, in the order of their numbers; kind: or of the eyes. Raises
+    ModelError."""
+    models, wish = models_in(sizes, kind), name.wish
     if not models:
-        raise ModelError(f"{name}: there is no GGUF model in this repository{near(name.repository.split('/')[1])}")
+        others = near(name.repository.split("/")[1]) if kind == MODEL else ""
+        raise NoSuchFile(f"{name}: there is no GGUF {kind} in this repository{others}")
     if wish is not None and wish.lower().endswith(".gguf"):
         found = [first for first, parts in models.items() if wish in parts] or [
             first for first, parts in models.items() if wish in map(os.path.basename, parts)]
     else:
-        found = [first for first in models if is_in_format(first, wish or DEFAULT_WISH)]
-        found = found if len(found) < 2 else [first for first in found if not is_special(first)] or found
+        found = in_first_format(models, DEFAULT_WISHES[kind] if wish is None else [wish])
         if wish is None and not found and len(models) == 1:
             found = list(models)
     if len(found) != 1:
-        raise ModelError(f"{name}: {which(wish, found)}; {listed(found or nearest(wish, models), models, sizes)}")
+        how = "put one behind a colon" if kind == MODEL else f"name one as in --mmproj {name}:FILE"
+        near_ones = listed(found or nearest(wish, models), models, sizes)
+        raise ModelError(f"{name}: {which(wish, found, kind)}; {how}: {near_ones}")
     if missing := [file for file in models[found[0]] if file not in sizes]:
         raise ModelError(f"{name}: the repository has {found[0]}, and lacks its part {missing[0]}")
     return models[found[0]]
+
+
+def in_first_format(models: dict, formats: list[str]) -> list[str]:
+    """The models in the first of these formats that there are any in."""
+    for format in formats:
+        if found := [first for first in models if is_in_format(first, format)]:
+            return found if len(found) < 2 else [first for first in found if not is_special(first)] or found
+    return []
 
 
 def stem_of(file: str) -> str:
@@ -198,21 +247,22 @@ def nearest(wish: str | None, models: dict) -> list[str]:
     return sorted({names[each] for each in close}) or list(models)
 
 
-def which(wish: str | None, found: list[str]) -> str:
-    """Why no single model was found."""
+def which(wish: str | None, found: list[str], kind: str) -> str:
+    """Why no single model was found, or no single file with eyes (kind)."""
+    formats = wish or " or ".join(DEFAULT_WISHES[kind])
     if found:
-        return f"{len(found)} models are in {wish or DEFAULT_WISH}"
-    return f"no model is {wish}" if wish else f"none of several models is in {DEFAULT_WISH}"
+        return f"{len(found)} {kind}s are in {formats}"
+    return f"no {kind} is {wish}" if wish else f"none of several {kind}s is in {formats}"
 
 
 def listed(some: list[str], models: dict, sizes: dict) -> str:
-    """What a user may put behind the colon instead."""
+    """What a user may name instead."""
     said = []
     for first in some[:MOST_LISTED]:
         n_bytes = sum(sizes.get(file) or 0 for file in models[first])
         said.append(f"{first} ({show_bytes(n_bytes)})")
     more = f" and {len(some) - MOST_LISTED} more" if len(some) > MOST_LISTED else ""
-    return f"put one behind a colon: {', '.join(said)}{more}"
+    return f"{', '.join(said)}{more}"
 
 
 def near(words: str) -> str:

@@ -24,8 +24,8 @@ from engine.sandbox import Closed, Failed, LimitExceeded, OutOfPatience, Sandbox
 
 PAD = "<|image_pad|>"       # the token that stands in a prompt for a token of a picture
 FILE_BYTES = 32 << 20       # of a picture's file, at most
-SECONDS = 20                # that reading a picture may take; one of 67 million pixels takes 1 to 4
-MEMORY = 2 << 30            # bytes of address space for reading; one of 67 million pixels takes 1.2 GB
+SECONDS = 20                # that reading a picture may take; one of 50 million pixels takes 1 to 6
+MEMORY = 5 << 28            # bytes of address space of a process that reads; one of 50 million pixels takes .5 to 1 GB
 PROCESSES = 2               # pictures that are read at the same time
 LARGEST = 1 << 14           # tokens of a picture that the published rule allows at most: 4,096 x 4,096 pixels
 

@@ -16,10 +16,9 @@ import math
 from PIL import Image, WebPImagePlugin  # noqa: F401  Pillow loads the other three formats by itself
 
 BLOCK = 32                  # pixels of a token's side: 2 x 2 patches of 16 x 16
-PIXELS = 1 << 26            # that a picture may have, 67 million: more than a camera of 64 megapixels takes
+PIXELS = 50_000_000         # that a picture may have: those of a phone's camera, and 20 bytes each while it is read
 MOST_NARROW = 200           # how many times longer than the other a side may be; the published rule allows this much
 FORMATS = "PNG", "JPEG", "WebP", "GIF"
-Image.MAX_IMAGE_PIXELS = PIXELS // 2        # Pillow warns beyond this, and refuses beyond twice as much
 
 # What other files begin with, to name them: (at this byte, these bytes, the format).
 FOREIGN = [(0, b"BM", "BMP"), (0, b"II*\0", "TIFF"), (0, b"MM\0*", "TIFF"), (0, b"%PDF", "PDF"), (0, b"<svg", "SVG"),
@@ -32,6 +31,7 @@ UPRIGHT = {2: Image.Transpose.FLIP_LEFT_RIGHT, 3: Image.Transpose.ROTATE_180, 4:
            5: Image.Transpose.TRANSPOSE, 6: Image.Transpose.ROTATE_270, 7: Image.Transpose.TRANSVERSE,
            8: Image.Transpose.ROTATE_90}
 ORIENTATION = 0x0112
+BITS = 24                   # the byte of a PNG file that says how many bits a colour has
 
 
 class PictureError(Exception):
@@ -41,10 +41,13 @@ class PictureError(Exception):
 def read(data: bytes, min_tokens: int, max_tokens: int) -> tuple[int, int, bytes]:
     """(rows, columns, pixels) of a file's picture, its first one if it has several. rows, columns: in BLOCKs. pixels:
     uint8 [rows * BLOCK, columns * BLOCK, 3]. Raises PictureError."""
+    Image.MAX_IMAGE_PIXELS = PIXELS // 2        # Pillow refuses twice as many; here, as this is for this process alone
     try:
         with Image.open(io.BytesIO(data), formats=FORMATS) as image:
             stretched_size(*image.size, min_tokens, max_tokens)     # before it is decoded, where that is for nothing
             image.load()
+            if image.format == "PNG":
+                mend_transparent_colour(image, bits=data[BITS])
             stretched = fitted(image, min_tokens, max_tokens)
     except (PictureError, MemoryError):
         raise
@@ -65,6 +68,18 @@ def unknown(data: bytes) -> str:
         if data[at:at + len(magic)] == magic:
             return f"this is a file in the format {name}, and {', '.join(FORMATS)} are read"
     return f"this is no {', '.join(FORMATS[:-1])} or {FORMATS[-1]} file, or its beginning is damaged"
+
+
+def mend_transparent_colour(image: Image.Image, bits: int):
+    """Makes 8 bits of the transparent colour that a PNG file may name, as Pillow does of the pixels. bits: that a
+    colour has in the file."""
+    colour = image.info.get("transparency")
+    if colour is None or bits == 8 or image.mode not in ("L", "I;16", "RGB"):   # a palette has no such colour
+        return
+    if image.mode == "RGB":
+        image.info["transparency"] = tuple(value >> 8 for value in colour)
+    else:
+        image.info["transparency"] = colour >> 8 if bits == 16 else colour * 255 // (2**bits - 1)
 
 
 def fitted(image: Image.Image, min_tokens: int, max_tokens: int) -> Image.Image:

@@ -24,7 +24,7 @@ import pytest
 import qengine
 from cli.main import main
 from engine import hub as ours
-from engine.hub import HubName, chosen, local_path, models_in
+from engine.hub import EYES, HubName, chosen, local_eyes, local_path, models_in
 from engine.request import ModelError
 from tests.clients import HI, app_of
 from tests.models import TINY
@@ -125,6 +125,30 @@ QUANTS = "Q-Q4_K_M.gguf", "Q-Q8_0.gguf", "Q-IQ4_XS.gguf", "Q-UD-Q4_K_XL.gguf", "
 ])
 def test_the_file_that_a_name_means(wish, files, found):
     assert choice(wish, *files) == [found]
+
+
+EYE_FILES = "mmproj-BF16.gguf", "mmproj-F16.gguf", "mmproj-F32.gguf", "M-Q4_K_M.gguf", "imatrix-mmproj.gguf"
+
+
+@pytest.mark.parametrize("wish, files, found", [
+    (None, EYE_FILES, "mmproj-F16.gguf"), ("BF16", EYE_FILES, "mmproj-BF16.gguf"),
+    ("f32", EYE_FILES, "mmproj-F32.gguf"), ("mmproj-BF16.gguf", EYE_FILES, "mmproj-BF16.gguf"),
+    (None, ("m.mmproj-Q8_0.gguf", "m-F16.gguf"), "m.mmproj-Q8_0.gguf"), (None, ("a/MMPROJ.gguf",), "a/MMPROJ.gguf"),
+    (None, ("mmproj-M-f32.gguf", "mmproj-M-bf16.gguf"), "mmproj-M-bf16.gguf")])
+def test_the_file_of_a_models_eyes(wish, files, found):
+    name = HubName.of("hf:us/model" + (f":{wish}" if wish else ""))
+    assert chosen(name, dict.fromkeys(files, 1), EYES) == [found]
+
+
+@pytest.mark.parametrize("wish, files, words", [
+    (None, ("a/mmproj-F16.gguf", "b/mmproj-F16.gguf"), "2 mmproj files are in F16 or BF16 or F32 or Q8_0; name one as "
+                                                       "in --mmproj hf:us/model:FILE: a/mmproj-F16.gguf "),
+    ("Q4_0", EYE_FILES, "no mmproj file is Q4_0; name one"), (None, ("M-F16.gguf",), "there is no GGUF mmproj file in"),
+    ("M-Q4_K_M.gguf", EYE_FILES, "no mmproj file is M-Q4_K_M.gguf; name one"),
+    (None, ("mmproj-a.gguf", "mmproj-b.gguf"), "none of several mmproj files is in F16 or BF16 or F32 or Q8_0; name")])
+def test_eyes_that_are_none_or_several(wish, files, words):
+    with pytest.raises(ModelError, match=f"^hf:us/model: {words}"):
+        chosen(HubName.of("hf:us/model" + (f":{wish}" if wish else "")), dict.fromkeys(files, 1), EYES)
 
 
 def test_a_model_in_parts_is_all_of_them():
@@ -263,6 +287,42 @@ def test_without_the_hub_the_cache_answers(hub, tmp_path, offline):
     _, said, _ = ask(hub, tmp_path, "hf:us/Parts-GGUF", **offline)
     assert said.startswith("hf:us/Parts-GGUF: ") and "the cache" in said
     assert ("HF_HUB_OFFLINE forbids" in said) == ("HF_HUB_OFFLINE" in offline)
+
+
+def ask_for_eyes(hub, home, model, mmproj=None, **variables):
+    """As `ask`, for the eyes of a model."""
+    before = ("import sys, engine.hub as ours; sys.modules['__main__'].local_path = "
+              f"lambda name, note: ours.local_eyes({mmproj!r}, name, note)")
+    return ask(hub, home, model, before, **variables)
+
+
+def test_the_eyes_of_a_model_of_the_hub_are_found(hub, tmp_path):
+    model, eyes = "hf:us/Tiny-GGUF@refs/pr/1:Q4_K_M", "us/Tiny-GGUF/mmproj-Q8_0.gguf"
+    path, _, said = ask_for_eyes(hub, tmp_path, model)
+    assert path.read_bytes() == b"mm" and hub.files_asked() == [eyes]
+    assert "downloading mmproj-Q8_0.gguf of hf:us/Tiny-GGUF@refs/pr/1, 2 bytes" in said
+    again, _, said = ask_for_eyes(hub, tmp_path, model)
+    assert again == path and hub.files_asked() == [eyes]
+    assert "mmproj file: mmproj-Q8_0.gguf of hf:us/Tiny-GGUF" in said
+    assert ask_for_eyes(hub, tmp_path, model, HF_HUB_OFFLINE="1")[0] == path
+    assert ask_for_eyes(hub, tmp_path, "us.gguf", "hf:us/Tiny-GGUF@refs/pr/1:q8_0")[0] == path
+
+
+@pytest.mark.parametrize("model, mmproj", [
+    ("hf:us/Parts-GGUF", None), ("hf:us/Tiny-GGUF", "none"), ("hf:us/Nobody", "none"), ("us.gguf", None)])
+def test_a_model_without_eyes(hub, tmp_path, model, mmproj):
+    path, _, said = ask_for_eyes(hub, tmp_path, model, mmproj)
+    assert (str(path), said, hub.files_asked()) == ("None", "", [])
+
+
+def test_eyes_that_are_named_must_be_there(hub, tmp_path):
+    _, said, _ = ask_for_eyes(hub, tmp_path, "us.gguf", "hf:us/Parts-GGUF")
+    assert said == "hf:us/Parts-GGUF: there is no GGUF mmproj file in this repository"
+    _, said, _ = ask_for_eyes(hub, tmp_path, "us.gguf", "us/Tiny-GGUF")
+    assert said == "us/Tiny-GGUF: there is no such file; the Hub's repository of this name is hf:us/Tiny-GGUF"
+    _, said, _ = ask_for_eyes(hub, tmp_path, "hf:us/Private")
+    assert "HF_TOKEN" in said
+    assert local_eyes("somewhere/mmproj.gguf", "hf:us/Tiny-GGUF", print) == "somewhere/mmproj.gguf"
 
 
 @pytest.mark.parametrize("name", ["us/Gated", "us/Private"])
