@@ -61,15 +61,16 @@ from typing import ClassVar, NamedTuple
 import numpy as np
 import tqdm
 
-from engine import expert_store
+from engine import expert_store, talk
 from engine.constraints import Constraint, Vocabulary
 from engine.details import ModelDetails, parameters
 from engine.draft_block import PIECE, DraftBlock
 from engine.edge import Edge
 from engine.experts import ExpertsMLP
 from engine.gguf import GGUF, SUPPORTED_TYPES
-from engine.hub import local_path
+from engine.hub import local_eyes, local_path
 from engine.hyperparameters import read_hyperparameters, synthetic_hyperparameters
+from engine.images import PAD
 from engine.micro_batches import MicroBatch, PassInParts, Span
 from engine.packing import CLASSIFIER, Packed, Pooling, for_pooling, most_spans
 from engine.pipes import PipeMeter
@@ -2173,6 +2174,8 @@ class Engine(TextOnly, TextEngine):
         ids = self.encode(prompt) if isinstance(prompt, str) else list(prompt)
         return "".join(delta.text for delta in self.submit(Request(ids, **sampling)))
 
+    chat = talk.chat            # the answer to a conversation, which may hold pictures
+
     def evaluate(self, ids: list[int], tap=None, pictures=()) -> np.ndarray:
         """Logits float32 [len(ids), n_vocab] after each token of a text. The text runs through the layers as prompts
         do. pictures: as a Request has them.
@@ -2245,6 +2248,7 @@ class OpenModel:
     tokenizer: Tokenizer
     template: ChatTemplate | RerankTemplate | None
     weights: Weights
+    source: str | Path          # what was opened, by the user's name for it
 
     @property
     def name(self) -> str:
@@ -2258,9 +2262,14 @@ class OpenModel:
     def demand(self, ctx: int | None = None, draft: int | str = "auto", mmproj: str | Path | None = None,
                image_tokens: tuple[int, int] | None = None, **wishes) -> Demand:
         """What the arguments of `load` ask for. Raises RequestError, ModelError."""
-        eyes = open_eyes(mmproj, image_tokens, self)
+        eyes = open_eyes(self.eyes_file(mmproj), image_tokens, self)
         demand = Demand(self.n_ctx(ctx), drafts=most_drafts(draft), eyes=eyes, **wishes)
         return for_pooling(demand) if self.config.pooling else demand
+
+    def eyes_file(self, mmproj: str | Path | None) -> str | Path | None:
+        """The file with the model's eyes for the argument of `load`; None for none. Raises ModelError."""
+        sees = self.kind == "text" and PAD in self.tokenizer.control
+        return local_eyes(mmproj, self.source, note) if sees or mmproj else None
 
     def n_ctx(self, ctx: int | None) -> int:
         """Tokens of a slot: `ctx` if given, else DEFAULT_CTX, or the model's own context length if that is less."""
@@ -2279,15 +2288,16 @@ def open_model(model: str | Path) -> OpenModel:
             raise ModelError(f"{model}: there is no such format, only {', '.join(FORMATS).lower()}")
         config = dataclasses.replace(Config.synthetic(name), name=str(model))
         weights = SyntheticWeights(tensor_shapes(config), format, config.architecture)
-        templates = {None: lambda: ChatTemplate(SYNTHETIC_TEMPLATE), "rank": lambda: RerankTemplate(SYNTHETIC_RERANK)}
-        template = templates.get(config.pooling, lambda: None)()
-        return OpenModel(config, ByteTokenizer(config.n_vocab), template, weights)
+        tokenizer = ByteTokenizer(config.n_vocab)
+        templates = {None: lambda: ChatTemplate(SYNTHETIC_TEMPLATE, tokenizer.control),
+                     "rank": lambda: RerankTemplate(SYNTHETIC_RERANK)}
+        return OpenModel(config, tokenizer, templates.get(config.pooling, lambda: None)(), weights, model)
     gguf = GGUF(local_path(model, note))
     config = Config.from_gguf(gguf)
     check_model(config, gguf)
     tokenizer = load_tokenizer(gguf)
     kind = {None: ChatTemplate, "rank": RerankTemplate}.get(config.pooling)
-    return OpenModel(config, tokenizer, kind and kind.from_gguf(gguf, tokenizer), FileWeights(gguf))
+    return OpenModel(config, tokenizer, kind and kind.from_gguf(gguf, tokenizer), FileWeights(gguf), model)
 
 
 def load(model: str | Path | OpenModel = DEFAULT_MODEL, card: str | Card | list[Card] | None = None,
@@ -2312,9 +2322,9 @@ def load(model: str | Path | OpenModel = DEFAULT_MODEL, card: str | Card | list[
     checkpoint_memory, checkpoint_host_memory: bytes for the states from which later prompts go on, on the card and in
     the host's memory. `engine.plan.choose_sizes` has the defaults of these three.
     draft: most drafts of an answer in a decode step, 0 to 7; "off" is 0, "auto" is as many as pay. expert_memory: bytes
-    of each card for the experts of a mixture of experts (engine/expert_store.py); by default for all.
-    products: what multiplies the rows of prompts on each card, "dp4a", "tensor" or the faster (kernels/products.py).
-    mmproj: the file of a model's eyes, or "synthetic". image_tokens: the fewest and most tokens of a picture.
+    of each card for the experts of a mixture of experts (engine/expert_store.py); by default for all. products: what
+    multiplies the rows of prompts, "dp4a", "tensor" or the faster (kernels/products.py). mmproj: the file of a model's
+    eyes, "synthetic" or "none"; by default that beside a model of the Hub. image_tokens: fewest and most of a picture.
     Raises ModelError, RequestError, CompileError, CardError (OutOfMemory shows what did not fit, and what would).
     """
     opened = model if isinstance(model, OpenModel) else open_model(model)

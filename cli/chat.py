@@ -2,18 +2,22 @@
 
 import contextlib
 import sys
+from pathlib import Path
 
 import qengine
+from engine.images import PAD, Limits, Picture, Reader
 from engine.request import ModelError, Request, RequestError
+from engine.sight import BLIND
+from engine.talk import part_of, picture_of, prompt_fields
 from engine.tokenizer import encode_prompt
 
 from .engines import Wishes, load_engine, traced
 from .interrupts import interruptible
 
 
-def print_answer(engine, prompt_ids: list, sampling: dict) -> tuple[str, bool]:
+def print_answer(engine, request: Request) -> tuple[str, bool]:
     """Generates and prints text as it comes, then the speed; returns (text, was it stopped by Ctrl-C?)."""
-    generation = engine.submit(Request(prompt_ids, **sampling))
+    generation = engine.submit(request)
     pieces, interrupted = [], False
     try:
         for delta in generation:
@@ -72,14 +76,30 @@ def run_prompt(model: qengine.OpenModel, options, sampling: dict, wishes: Wishes
     check_text(text := options.prompt)
     n_ctx = model.n_ctx(options.ctx)
     wishes.check(model)
+    with contextlib.closing(Reader(Limits.of(options.image_tokens), model.tokenizer.control.get(PAD))) as eyes:
+        messages = [message_of(text, [read_picture(path, eyes) for path in options.image])]
     if model.template is not None and not options.raw:
-        text = wishes.render(model, [{"role": "user", "content": text}])
+        text = wishes.render(model, messages)
         sampling = with_bounds(sampling, model, text, wishes.thinking)
-    ids = encode_prompt(model.tokenizer, text, n_ctx)
-    Request(ids, **sampling).check(model.config.n_vocab, n_ctx)
+    request = Request(**prompt_fields(encode_prompt(model.tokenizer, text, n_ctx), messages, eyes), **sampling)
+    request.check(model.config.n_vocab, n_ctx)
     with contextlib.closing(load_engine(model, options)) as engine, traced(engine, options):
-        _, interrupted = print_answer(engine, ids, sampling)
+        _, interrupted = print_answer(engine, request)
     return 130 if interrupted else 0
+
+
+def read_picture(path: str, eyes: Reader) -> Picture:
+    """The picture of a file, of which a line tells. Raises RequestError."""
+    picture = picture_of(Path(path).expanduser(), eyes, path)
+    height, width, _ = picture.pixels.shape
+    qengine.note(f"picture: {path}, seen as {width} x {height} pixels, {picture.n_tokens} tokens")
+    return picture
+
+
+def message_of(text: str, pictures: list[Picture]) -> dict:
+    """A message of the user, in which the pictures come first."""
+    parts = [*map(part_of, pictures), {"type": "text", "text": text}]
+    return {"role": "user", "content": parts if pictures else text}
 
 
 def run_chat(model: qengine.OpenModel, options, sampling: dict, wishes: Wishes) -> int:
@@ -99,8 +119,9 @@ def chat(engine, sampling: dict, wishes: Wishes) -> int:
             import readline  # noqa: F401  gives input() line editing; not on every system
         except ImportError:
             pass
-        qengine.note("Ctrl-C stops an answer, Ctrl-D leaves.")
-    messages = []
+        pictures = ", /image FILE shows a picture with the next message" if engine.eyes else ""
+        qengine.note(f"Ctrl-C stops an answer, Ctrl-D leaves{pictures}.")
+    messages, waiting = [], []
     while True:
         interruptible()
         try:
@@ -114,12 +135,19 @@ def chat(engine, sampling: dict, wishes: Wishes) -> int:
             continue
         if not text.strip():
             continue
-        messages.append({"role": "user", "content": text})
+        command, _, path = text.strip().partition(" ")
+        if command == "/image":
+            with contextlib.suppress(KeyboardInterrupt):        # while the picture is read
+                waiting += picture_for_next(path.strip(), engine)
+            continue
+        messages.append(message_of(text, waiting))
+        waiting = []
         try:
             check_text(text)
             prompt = wishes.render(engine, messages)
-            asked = with_bounds(sampling, engine, prompt, wishes.thinking)
-            answer, _ = print_answer(engine, engine.encode(prompt), asked)
+            bounded = with_bounds(sampling, engine, prompt, wishes.thinking)
+            request = Request(**prompt_fields(engine.encode(prompt), messages, engine.eyes), **bounded)
+            answer, _ = print_answer(engine, request)
         except RequestError as error:           # for example, the conversation has outgrown the context
             qengine.note(f"qengine: {error}")
             messages.pop()
@@ -127,3 +155,19 @@ def chat(engine, sampling: dict, wishes: Wishes) -> int:
             messages.pop()
         else:
             messages.append(remembered(answer))
+
+
+def picture_for_next(path: str, engine) -> list[Picture]:
+    """The picture of /image, in a list; nothing, and a sentence for the user, where there is none. path: as a terminal
+    writes it for a file that is dropped there, maybe between quotes."""
+    if path[:1] in ("'", '"') and path[-1:] == path[:1]:
+        path = path[1:-1]
+    try:
+        if engine.eyes is None:
+            raise RequestError("image", f"/image: {BLIND}")
+        if not path:
+            raise RequestError("image", "/image needs the name of a file")
+        return [read_picture(path, engine.eyes)]
+    except RequestError as error:
+        qengine.note(f"qengine: {error}")
+        return []

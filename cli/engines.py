@@ -45,7 +45,22 @@ def asked(options) -> dict:
     draft = "off" if options.perplexity is not None else "auto" if options.draft is None else options.draft
     return {"ctx": options.ctx, "slots": options.slots, "kv_tokens": options.kv_tokens, "checkpoint_memory": on_card,
             "checkpoint_host_memory": on_host, "split": options.split, "draft": draft,
-            "expert_memory": expert_memory(options), "products": options.products}
+            "expert_memory": expert_memory(options), "products": options.products, "image_tokens": options.image_tokens,
+            "mmproj": options.mmproj if shows_pictures(options) else "none"}
+
+
+def shows_pictures(options) -> bool:
+    """Whether the model may be shown pictures, and needs its eyes for them."""
+    return bool(options.image or options.chat or options.plan or options.serve is not None)
+
+
+def check_eyes(options, model: "qengine.OpenModel"):
+    """Raises RequestError where the command line has something for a model's eyes, and the model has none; ModelError
+    where the file with them cannot be had."""
+    wish = "--image" if options.image else "--image-tokens" if options.image_tokens else None
+    if wish and model.eyes_file(options.mmproj) is None:
+        raise RequestError(wish, f"{wish} is for models with eyes, and {model.name} has none: --mmproj names the file "
+                                 "with them, if there is one for this model")
 
 
 def expert_memory(options) -> int | None:

@@ -16,7 +16,7 @@ from kernels.products import Products, measure_products
 
 from .bench import run_bench
 from .chat import run_chat, run_prompt
-from .engines import Wishes, asked, open_side, side_cards, write_json
+from .engines import Wishes, asked, check_eyes, open_side, side_cards, write_json
 from .interrupts import interruptible
 from .options import TASKS, build_parser, check_options, given, option_name
 from .perplexity import run_perplexity
@@ -83,6 +83,7 @@ def run(options) -> int:
     if options.probe:
         return run_probe(options)
     model = qengine.open_model(options.model)
+    check_eyes(options, model)
     if options.plan:
         return run_plan(model, options)
     if model.kind != "text":

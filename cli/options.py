@@ -5,9 +5,10 @@ import functools
 import json
 
 import qengine
+from engine.images import Limits
 from engine.plan import KEPT_CONTEXTS
 from engine.repetition import LONGEST_PERIOD, REPEATED_TOKENS
-from engine.request import SAMPLING
+from engine.request import SAMPLING, RequestError
 from engine.speculate import MOST_DRAFTS
 from engine.template import OWN_NAMES
 
@@ -45,7 +46,8 @@ GOES_WITH = {"raw": ["prompt"], "slots": ["serve", "plan", "print_config"], "kv_
              "against": ["perplexity"], "json": ["bench", "probe"],
              **dict.fromkeys(["prompt_lengths", "contexts", "repeats", "batch", "cards", "acceptance", "check_widths",
                               "expert_hits"], ["bench"]),
-             "draft": ["prompt", "chat", "serve", "bench", "plan"],
+             "draft": ["prompt", "chat", "serve", "bench", "plan"], "image": ["prompt"],
+             **dict.fromkeys(["mmproj", "image_tokens"], ["image", "chat", "serve", "plan"]),
              "products": ["prompt", "chat", "serve", "perplexity", "bench", "plan"],
              **dict.fromkeys([*SAMPLING, "thinking", "chat_template_kwargs", "repetition_guard"],
                              ["prompt", "chat", "serve"])}
@@ -104,6 +106,17 @@ def template_variables(text: str) -> dict:
     return variables
 
 
+def image_tokens(text: str) -> tuple[int, int]:
+    """An argparse type: "64,4096"."""
+    try:
+        least, most = whole_numbers(text)
+        return Limits.of((least, most))[:2]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be the fewest and the most, as in 64,4096, not {text!r}") from None
+    except RequestError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
 def listed(numbers) -> str:
     return ",".join(map(str, numbers))
 
@@ -118,7 +131,7 @@ def build_parser() -> Parser:
                         help="a GGUF file (of several the first), one of the Hugging Face Hub: hf:OWNER/NAME, and "
                              "behind it :Q4_K_M or :FILE, or random weights: synthetic:0.8b, synthetic:9b:q4_k, ... "
                              "(default: the small model that comes with qengine)")
-    for add in add_tasks, add_answer, add_comparison, add_bench, add_server, add_side_models, add_machine:
+    for add in add_tasks, add_answer, add_pictures, add_comparison, add_bench, add_server, add_side_models, add_machine:
         add(parser)
     return parser
 
@@ -163,6 +176,19 @@ def add_answer(parser: Parser):
                         help=f"end an answer once its last {REPEATED_TOKENS} tokens only repeat a text of at most "
                              f"{LONGEST_PERIOD} tokens that is not in the prompt (default: on)")
     answer.add_argument("--raw", action="store_true", help="continue the -p text as it stands")
+
+
+def add_pictures(parser: Parser):
+    pictures = parser.add_argument_group("pictures, for models with eyes")
+    pictures.add_argument("--image", metavar="FILE", action="append", default=[],
+                          help="with -p: a picture that the text is about (PNG, JPEG, WebP, GIF); several are allowed; "
+                               "in --chat, /image FILE shows one with the next message")
+    pictures.add_argument("--mmproj", metavar="FILE",
+                          help="the file with the model's eyes, named as for -m; synthetic for random ones, none for a "
+                               "model that reads text alone (default: of a model of the Hub the one beside it)")
+    pictures.add_argument("--image-tokens", metavar="MIN,MAX", type=image_tokens,
+                          help="the fewest and the most tokens that a picture is stretched to, each of 32 x 32 pixels "
+                               f"(default: {listed(Limits()[:2])})")
 
 
 def add_comparison(parser: Parser):
@@ -303,7 +329,7 @@ def check_options(parser: Parser, options):
         parser.error("-m is not for --probe, which uses no model")
     if options.thinking and "enable_thinking" in (options.chat_template_kwargs or {}):
         parser.error("--thinking and 'enable_thinking' in --chat-template-kwargs say the same: give one of them")
-    for name in "thinking", "thinking_budget", "chat_template_kwargs":
+    for name in "thinking", "thinking_budget", "chat_template_kwargs", "image":
         if options.raw and name in names:
             parser.error(f"{option_name(name)} is for chat templates, and --raw uses none")
     if bool(options.tls_cert) != bool(options.tls_key):

@@ -14,7 +14,7 @@ from engine.request import Fault, ModelError, RequestError
 from kernels.card import CardError
 from kernels.compile import CompileError
 
-from .engines import Wishes, asked, load_engines, traced
+from .engines import Wishes, asked, check_eyes, load_engines, traced
 from .interrupts import endable, handle_ending, leave_ended
 
 
@@ -49,6 +49,7 @@ def run_server(options, sampling: dict, wishes: Wishes) -> int:
             if not is_secret(path):
                 qengine.note(f"warning: other users of this machine can read {path}")
         wishes.check(model := qengine.open_model(options.model))
+        check_eyes(options, model)
         engine, service.side = load_engines(model, options)
         service.engine = engine             # from now on the service answers
         if "thinking_budget" in sampling and "</think>" not in service.engine.tokenizer.tags:

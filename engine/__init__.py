@@ -8,6 +8,7 @@
     weights.py          tensors from a file, or random ones, put on a card
     tokenizer.py        text to token ids and back
     template.py         messages to a prompt
+    talk.py             conversations with pictures, as the command line and notebooks hold them
     rendering.py        chat templates, run in a process of their own
     guard.py            which control tokens of a prompt are real
     sandbox.py          functions that run in a process of their own, with a limit of seconds and bytes

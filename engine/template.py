@@ -27,7 +27,14 @@ def end_rendering():
 SYNTHETIC_TEMPLATE = """\
 {% for message in messages %}
 <|im_start|>{{ message.role }}
-{{ message.content }}<|im_end|>
+{% if message.content is string %}
+{{ message.content }}
+{%- else %}
+{% for part in message.content %}
+{{ '<|image_pad|>' if part.type == 'image' else part.text }}
+{%- endfor %}
+{%- endif %}
+<|im_end|>
 {% endfor %}
 {% if add_generation_prompt %}
 <|im_start|>assistant
@@ -95,9 +102,10 @@ class ChatTemplate:
                timeout: float | None = None) -> str:
         """The prompt for a conversation.
 
-        messages: {"role", "content"} with content a string, None, or a list of text parts; an assistant's may
-        have "tool_calls", whose arguments may be JSON text. enable_thinking: None leaves it to the template.
-        template_kwargs: further variables of the template. timeout: seconds that it may take, if fewer than SECONDS.
+        messages: {"role", "content"} with content a string, None, or a list of parts, which are texts or pictures; an
+        assistant's may have "tool_calls", whose arguments may be JSON text. enable_thinking: None leaves it to the
+        template. template_kwargs: further variables of the template. timeout: seconds that it may take, if fewer than
+        SECONDS.
 
         Raises RequestError, naming the field, for what the template does not take, DeadlineExceeded, and EngineStopped
         if RENDERING was closed meanwhile.
@@ -150,13 +158,28 @@ class ChatTemplate:
 
 
 def _template_message(message, where: str, spare: Iterator) -> dict:
-    """A message as every template takes it: content one string, arguments of tool calls parsed."""
+    """A message as every template takes it: content one string unless there are pictures, arguments of tool calls
+    parsed."""
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise RequestError(where, f"{where} is not an object with a role")
-    message = message | {"content": flat_content(message.get("content"), f"{where}.content")}
+    message = message | {"content": _template_content(message.get("content"), f"{where}.content")}
     if message.get("tool_calls") is not None:
         message["tool_calls"] = _parsed_calls(message["tool_calls"], f"{where}.tool_calls", spare)
     return message
+
+
+def has_picture(content) -> bool:
+    """Whether one of the parts of a content is a picture: {"type": "image"}, and what else its sender keeps there."""
+    return isinstance(content, list) and any(isinstance(part, dict) and part.get("type") == "image" for part in content)
+
+
+def _template_content(content, where: str) -> str | list[dict]:
+    """Content as one string, or as parts of the types text and image where a picture is among them. Only templates of
+    models that see are shown such a list."""
+    if not has_picture(content):
+        return flat_content(content, where)
+    return [{"type": "image"} if has_picture([part]) else {"type": "text", "text": _text_of(part, f"{where}[{i}]")}
+            for i, part in enumerate(content)]
 
 
 def flat_content(content, where: str) -> str:
@@ -167,11 +190,13 @@ def flat_content(content, where: str) -> str:
         return content
     if not isinstance(content, list):
         raise RequestError(where, f"{where} is neither a string nor a list of parts")
-    for i, part in enumerate(content):
-        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            raise RequestError(f"{where}[{i}]", f"{where}[{i}] is not a part of type text, "
-                                                "the only type that is supported")
-    return "".join(part["text"] for part in content)
+    return "".join(_text_of(part, f"{where}[{i}]") for i, part in enumerate(content))
+
+
+def _text_of(part, where: str) -> str:
+    if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+        raise RequestError(where, f"{where} is not a part of type text, the only type that is taken there")
+    return part["text"]
 
 
 def _parsed_calls(calls, where: str, spare: Iterator) -> list[dict]:

@@ -285,14 +285,14 @@ def _proto_bytes(field: int, value: bytes) -> bytes:
 
 
 class ByteTokenizer(Tokenizer):
-    """For models without a vocabulary: token i < 256 is byte i, 256 ends a text. The tokens after 256, which are most
-    of what random weights produce, are shown as <number>."""
+    """For models without a vocabulary: token i < 256 is byte i, 256 ends a text, and 257 stands for a token of a
+    picture. The tokens after these, which are most of what random weights produce, are shown as <number>."""
 
-    EOS = 256
+    EOS, IMAGE_PAD = 256, 257
 
     def __init__(self, n_vocab: int):
         pieces = [bytes([i]) for i in range(256)] + [b"<%d>" % i for i in range(256, n_vocab)]
-        super().__init__(pieces, {"<|endoftext|>": self.EOS}, {}, [self.EOS])
+        super().__init__(pieces, {"<|endoftext|>": self.EOS, "<|image_pad|>": self.IMAGE_PAD}, {}, [self.EOS])
 
     def _encode_plain(self, texts):
         return [list(text.encode()) for text in texts]

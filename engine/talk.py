@@ -1,0 +1,101 @@
+"""Conversations with pictures, as the command line and notebooks hold them.
+
+A message's content is a text or a list of parts, and a part is a text or a picture. `shown` reads the pictures, chat
+templates then write a token for each, and `prompt_fields` gives each picture as many tokens as it needs:
+
+    messages ──shown──> messages with Pictures ──chat template──> text ──prompt_fields──> fields of a Request
+"""
+
+import os
+from pathlib import Path
+
+from PIL import Image
+
+from engine.images import FILE_BYTES, Picture, Reader, expand
+from engine.request import Request, RequestError
+from engine.sight import BLIND
+from engine.text_engine import TextEngine
+
+
+def chat(engine: TextEngine, messages: list[dict], thinking: bool | None = None, template_kwargs: dict | None = None,
+         **sampling) -> str:
+    """The answer to a conversation, as the model writes it.
+
+    messages: as `ChatTemplate.render` takes them, whose parts may also be texts, pictures of Pillow, paths and bytes of
+    picture files: [{"role": "user", "content": ["What is this?", Path("cat.jpg")]}]. thinking, template_kwargs: for
+    the chat template. sampling: fields of Request.
+
+    Raises RequestError for what is no picture, and where the model has no eyes or no chat template.
+    """
+    if engine.template is None:
+        raise RequestError("messages", "this model has no chat template: use generate")
+    messages = shown(messages, engine.eyes)
+    text = engine.template.render(messages, enable_thinking=thinking, template_kwargs=template_kwargs)
+    request = Request(**prompt_fields(engine.encode(text), messages, engine.eyes), **sampling)
+    return "".join(delta.text for delta in engine.submit(request))
+
+
+def shown(messages: list[dict], eyes: Reader | None) -> list[dict]:
+    """Messages whose pictures are read: each is a part {"type": "image", "picture": Picture}. Raises RequestError."""
+    return [message | {"content": [shown_part(part, eyes, f"messages[{i}].content[{j}]")
+                                   for j, part in enumerate(message["content"])]}
+            if isinstance(message, dict) and isinstance(message.get("content"), list) else message
+            for i, message in enumerate(messages)]
+
+
+def shown_part(part, eyes: Reader | None, field: str) -> dict:
+    """A part of a content as templates take it, with its picture if it is one. part: a text, a picture in whatever
+    form, or {"type": "image", "image": a picture}; other dicts stay as they are."""
+    if isinstance(part, str):
+        return {"type": "text", "text": part}
+    if isinstance(part, dict):
+        if part.get("type") != "image" or "picture" in part:
+            return part
+        part = part.get("image")
+        part = Path(part) if isinstance(part, str) else part
+    if eyes is None:
+        raise RequestError(field, f"{field}: {BLIND}")
+    return part_of(picture_of(part, eyes, field))
+
+
+def part_of(picture: Picture) -> dict:
+    return {"type": "image", "picture": picture}
+
+
+def picture_of(source, eyes: Reader, field: str) -> Picture:
+    """The picture of a file, by its path or its bytes, or of a picture of Pillow. Raises RequestError."""
+    if isinstance(source, Picture):
+        return source
+    if isinstance(source, bytes | bytearray | memoryview):
+        return eyes.read(source, field)
+    if isinstance(source, os.PathLike):
+        return eyes.read(read_file(source), str(source))
+    if isinstance(source, Image.Image):
+        return eyes.of_image(source, field)
+    raise RequestError(field, f"{field}: a picture is a path, the bytes of a file or a picture of Pillow, and not "
+                              f"a {type(source).__name__}")
+
+
+def read_file(path: str | os.PathLike) -> bytes:
+    """The bytes of a picture's file, and no more than show that it is too long. Raises RequestError."""
+    try:
+        with open(path, "rb") as file:
+            return file.read(FILE_BYTES + 1)
+    except (OSError, ValueError) as error:
+        raise RequestError(str(path), f"{path}: {getattr(error, 'strerror', None) or error}") from None
+
+
+def pictures_in(messages: list[dict]) -> list[Picture]:
+    """The pictures of messages that `shown` has made, in the order in which a prompt shows them."""
+    return [part["picture"] for message in messages if isinstance(message.get("content"), list)
+            for part in message["content"] if part.get("type") == "image"]
+
+
+def prompt_fields(ids: list[int], messages: list[dict], eyes: Reader | None) -> dict:
+    """Fields of a Request: the ids of a prompt, in which each picture has as many tokens as it needs, and the
+    pictures. ids: with one token for each picture. messages: of `shown`. Raises RequestError, also where the chat
+    template does not show all pictures."""
+    if not (pictures := pictures_in(messages)):
+        return {"prompt_ids": ids}
+    eyes.limits.check(pictures)
+    return {"prompt_ids": expand(ids, pictures, eyes.pad), "pictures": tuple(pictures)}
