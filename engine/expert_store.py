@@ -51,9 +51,9 @@ from kernels.emulated.card import EmulatedCard
 from kernels.formats import FLOATS, FORMATS
 from kernels.host_experts import (DEADLINE, MAX_ROWS, HostExperts, HostLayer, cost_of_a_miss, experts_of,
                                   measure_host)
-from kernels.operands import Experts, Matrix, Quantized
+from kernels.host_requests import HostRequest
+from kernels.operands import Experts, Matrix
 from kernels.probe import speed_of
-from kernels.records import Choice
 
 STAGED_BYTES = 64 << 20         # of a half of the area for prompts
 MEASURED_LAYERS = 8             # whose experts the host computes with to measure its speed
@@ -411,17 +411,10 @@ class StoredLayer:
             for each in self.matrices if each.is_down == is_down] for is_down in (False, True))
         return HostLayer(tuple(gate_up), *down)
 
-    def hand_over(self, u: Quantized, choice: Choice, n_rows: int):
-        """Behind the choice of a decode step: asks the host for the products of experts that are out of reach."""
-        if helper := self.store.helper:
-            helper.hand_over(self.number, u, choice, self.matrices[0].on_card.places, n_rows)
-
-    def results(self, choice: Choice, n_rows: int) -> Array | None:
-        """Waits for these products, and gives them: float32 [pairs, hidden]. None if all experts are in reach."""
-        if not (helper := self.store.helper):
-            return None
-        helper.await_results(self.number, choice, n_rows)
-        return helper.results
+    def request(self, n_rows: int) -> HostRequest | None:
+        """With what the launches of a decode step ask the host for products of experts that are out of reach. None if
+        all are in reach."""
+        return self.store.helper and self.store.helper.request(self.number, n_rows)
 
     def in_turns(self, experts: Experts, n_pairs: int) -> Iterator[Experts]:
         """See `StoredMatrix.in_turns`. experts: one of the matrices, as `ExpertStore.add` gave it."""

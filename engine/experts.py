@@ -23,7 +23,7 @@ from engine.expert_store import StoredLayer, expert_bytes
 from engine.plan import LARGEST_CHUNK, Grouped, Work
 from engine.scratch import Activation, ScratchArray
 from engine.weights import Stack, Tensors
-from kernels import expert_gemm, expert_gemv, norm, route, swiglu
+from kernels import expert_gemm, expert_gemv, host_requests, norm, route, swiglu
 from kernels.card import Array, Card, Event
 from kernels.operands import Experts, Matrix
 from kernels.quant_gemv import decoder_of
@@ -139,23 +139,23 @@ class ExpertsMLP:
         else:
             u = self.normalise(model, run)
             choice = self.choose(model, run, chosen, u)
-        if self.stored:
-            self.stored.hand_over(u.quantized, choice, n)
+        request = self.stored and self.stored.request(n)
         in_gate_up, in_down = self.shared_in_launches(model)
         if len(self.gate_up) == 1:
             (_, experts), = self.gate_up
             expert_gemv.expert_swiglu(card, decoder_of(experts.home), pairs.quantized, experts, u.quantized, choice, n,
-                                      in_gate_up)
+                                      in_gate_up, request=request)
         else:
+            if request:
+                host_requests.hand_over(card, request, u.quantized, choice, self.down.places, n)
             for column, experts in self.gate_up:
                 expert_gemv.expert_gemv(card, decoder_of(experts.home), s.pair_products[column:], 2 * c.expert_dim,
                                         experts, u.quantized, choice, n)
             activate(card, pairs, s.pair_products, n * choice.n_used, True)
         if in_gate_up is None:
             self.share(model, run, u)
-        elsewhere = self.stored and self.stored.results(choice, n)
         expert_gemv.expert_down(card, decoder_of(self.down.home), s.x, self.down, pairs.quantized, choice,
-                                in_down or s.shared, n, elsewhere=elsewhere)
+                                in_down or s.shared, n, request=request)
 
     def normalise(self, model, run) -> Activation:
         """norm(x), in 8 bits and as floats."""

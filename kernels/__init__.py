@@ -18,7 +18,8 @@ which a token meets them:
     swiglu.py                           the activation of the MLP
     route.py                            a mixture of experts: which experts each row goes to, and their rows
     expert_gemm.py, expert_gemv.py      the products of experts, of prompts and in decode steps
-    host_experts.py                     experts that this machine's processor computes beside the card
+    host_requests.py, host_experts.py   experts that this machine's processor computes beside the card: the card's
+                                        side, the host's
     sample.py, logprobs.py              the next token of each row, log-probabilities
     accept.py                           which of these tokens an answer gains
     draft_input.py                      what enters the draft block

@@ -46,14 +46,15 @@ from typing import NamedTuple
 
 import numpy as np
 from numba import cuda
-from numba.types import float32, int8, uint32, uint64
+from numba.types import float32, int8, int32, uint32, uint64
 
 from kernels import quant_gemv
 from kernels.bench import Case, main
+from kernels.emulated.serving import MAIL_WORDS
 from kernels.formats import BLOCK, FORMATS, on_card, random_raw
 from kernels.formats.format import no_book
-from kernels.intrinsics import (array_at, let_next_begin, load_anew, load_past_l1, prefetch, wait_for_previous,
-                                warp_number, word_as_float)
+from kernels.host_requests import ARRIVED, HostRequest, arrives_last, finish_row, hand_over_of
+from kernels.intrinsics import array_at, let_next_begin, load_past_l1, prefetch, wait_for_previous, warp_number
 from kernels.operands import Experts, Matrix, Quantized
 from kernels.q8_gemv import (H_OF_ONE, IN_PLANES, MAX_PLANES, TILE, Decoder, copy_into_planes, flat_weights,
                              fma_reference, gemv, narrow_tree, random_activations, ring, tree)
@@ -281,42 +282,42 @@ def gemv_kernel(decoder, shape):
 
 
 @cache
-def swiglu_kernel(decoder, shape, shared_decoder, shared_shape):
-    """The kernel of expert_swiglu. shared_decoder: None without a shared expert. Both shapes have the same warps."""
+def swiglu_kernel(decoder, shape, shared_decoder, shared_shape, asks):
+    """The kernel of expert_swiglu. shared_decoder: None without a shared expert. Both shapes have the same warps. asks:
+    whether it asks the host for experts that are out of reach."""
     (start, finish), load_book = unit_functions(decoder, shape), decoder.load_book
     warps, raw_shape, has_shared = shape.warps, raw_of(decoder, shape), shared_decoder is not None
     other, other_shape = (shared_decoder, shared_shape) if has_shared else (decoder, shape)
     (start_shared, finish_shared), load_shared_book = unit_functions(other, other_shape), other.load_book
-    shared_raw_shape = raw_of(other, other_shape)
+    shared_raw_shape, hand_over = raw_of(other, other_shape), hand_over_of(warps)
     blocks = BLOCKS if shape.whole else 1  # the last blocks of a row that is not whole tiles take more registers
     plane_bytes, plane_floats = (MAX_PLANES, IN_PLANES) if decoder.planes or other.planes else (16, 1)
 
-    @cuda.jit(launch_bounds=(32 * warps, blocks))
-    def expert_swiglu_kernel(q, d, wq, wd, places, experts, xq, xd, n, k, n_used, shared_q, shared_d, shared_wq,
-                             shared_wd, shared_n):
-        """Grid (units of 32 outputs, ranks, rows); with a shared expert, it comes before the first rank. Its loads
-        start before the choice is known."""
-        planes = (cuda.shared.array(plane_bytes, int8, alignment=16), cuda.shared.array(plane_floats, float32))
-        h = cuda.shared.array(H_OF_ONE, float32)
-        lane, warp = uint32(cuda.threadIdx.x), warp_number()
+    @cuda.jit(device=True, forceinline=True)
+    def begin(shared_raw, places, shared_wq, shared_wd, shared_n, k, lane, warp):
+        """What needs no choice: starts loads of the shared expert, or brings the places near. Returns the book."""
         thread, threads = uint32(uint32(warp << uint32(5)) + lane), uint32(32 * warps)
-        unit, rank, row = uint32(cuda.blockIdx.x), uint32(cuda.blockIdx.y), uint32(cuda.blockIdx.z)
-        x_start, units, shared_units = uint32(row * uint32(k >> uint32(5))), uint32(n >> uint32(5)), uint32(0)
-        raw, shared_raw = cuda.local.array(raw_shape, uint32), cuda.local.array(shared_raw_shape, uint32)
-        book, is_shared = uint64(0), has_shared and rank == uint32(0)
-        if has_shared and is_shared:
-            shared_units = uint32(shared_n >> uint32(5))
-            if unit < shared_units:
+        unit, book = uint32(cuda.blockIdx.x), uint64(0)
+        if has_shared and uint32(cuda.blockIdx.y) == uint32(0):
+            if unit < uint32(shared_n >> uint32(5)):
                 start_shared(shared_raw, unit, shared_wq, shared_wd, shared_n, k, lane, warp)
                 book = load_shared_book(thread, threads)
         else:
             if uint32(thread << uint32(LINE_BITS)) < uint32(places.size):
                 prefetch(places, uint32(thread << uint32(LINE_BITS)))
             book = load_book(thread, threads)
-        wait_for_previous()
-        let_next_begin()
+        return book
+
+    @cuda.jit(device=True, forceinline=True)
+    def multiply(shared_raw, book, q, d, wq, wd, places, experts, xq, xd, n, k, n_used, shared_q, shared_d, shared_wq,
+                 shared_wd, shared_n, lane, warp):
+        planes = (cuda.shared.array(plane_bytes, int8, alignment=16), cuda.shared.array(plane_floats, float32))
+        h, raw = cuda.shared.array(H_OF_ONE, float32), cuda.local.array(raw_shape, uint32)
+        unit, rank, row = uint32(cuda.blockIdx.x), uint32(cuda.blockIdx.y), uint32(cuda.blockIdx.z)
+        x_start, units = uint32(row * uint32(k >> uint32(5))), uint32(n >> uint32(5))
         if has_shared:
-            if is_shared:
+            if rank == uint32(0):
+                shared_units = uint32(shared_n >> uint32(5))
                 if unit < shared_units:
                     finish_shared(shared_q, shared_d, uint32(row * shared_units + unit), h, planes, shared_raw, book,
                                   unit, shared_wq, shared_wd, xq, xd, x_start, shared_n, k, lane, warp)
@@ -330,13 +331,41 @@ def swiglu_kernel(decoder, shape, shared_decoder, shared_shape):
             finish(q, d, uint32(pair * units + unit), h, planes, raw, book, unit, here_q, here_d, xq, xd, x_start, n, k,
                    lane, warp)
 
-    return expert_swiglu_kernel
+    @cuda.jit(launch_bounds=(32 * warps, blocks))
+    def expert_swiglu_kernel(q, d, wq, wd, places, experts, xq, xd, n, k, n_used, shared_q, shared_d, shared_wq,
+                             shared_wd, shared_n):
+        """Grid (units of 32 outputs, ranks, rows); with a shared expert, it comes before the first rank. Its loads
+        start before the choice is known."""
+        lane, warp, shared_raw = uint32(cuda.threadIdx.x), warp_number(), cuda.local.array(shared_raw_shape, uint32)
+        book = begin(shared_raw, places, shared_wq, shared_wd, shared_n, k, lane, warp)
+        wait_for_previous()
+        let_next_begin()
+        multiply(shared_raw, book, q, d, wq, wd, places, experts, xq, xd, n, k, n_used, shared_q, shared_d, shared_wq,
+                 shared_wd, shared_n, lane, warp)
+
+    @cuda.jit(launch_bounds=(32 * warps, blocks))
+    def asking_swiglu_kernel(q, d, wq, wd, places, experts, xq, xd, n, k, n_used, shared_q, shared_d, shared_wq,
+                             shared_wd, shared_n, weights, words, wanted, stride, to_q, to_d, state, layer, n_experts):
+        """The same with a unit more, whose first block asks the host."""
+        lane, warp, shared_raw = uint32(cuda.threadIdx.x), warp_number(), cuda.local.array(shared_raw_shape, uint32)
+        book = begin(shared_raw, places, shared_wq, shared_wd, shared_n, k, lane, warp)
+        wait_for_previous()
+        let_next_begin()
+        if uint32(cuda.blockIdx.x) < uint32(cuda.gridDim.x - 1):
+            multiply(shared_raw, book, q, d, wq, wd, places, experts, xq, xd, n, k, n_used, shared_q, shared_d,
+                     shared_wq, shared_wd, shared_n, lane, warp)
+        elif uint32(cuda.blockIdx.y) == uint32(0) and uint32(cuda.blockIdx.z) == uint32(0):
+            hand_over(experts, places, xq, xd, uint32(cuda.gridDim.z), n_used, k, weights, words, wanted, stride, to_q,
+                      to_d, state, layer, n_experts, lane, warp)
+
+    return asking_swiglu_kernel if asks else expert_swiglu_kernel
 
 
 @cache
-def down_kernel(decoder, shape, shared_decoder, shared_shape, has_rows):
+def down_kernel(decoder, shape, shared_decoder, shared_shape, has_rows, asks):
     """The kernel of expert_down. shared_decoder: None without a shared expert's matrix. has_rows: whether the shared
-    expert's results are given instead. Both shapes have the same warps."""
+    expert's results are given instead. Both shapes have the same warps. asks: whether experts that are out of reach
+    have been asked for."""
     (start, finish), load_book = rows_functions(decoder, shape), decoder.load_book
     rows, warps, raw_shape, has_shared = rows_of(shape), shape.warps, raw_of(decoder, shape), shared_decoder is not None
     other, other_shape = (shared_decoder, shared_shape) if has_shared else (decoder, shape)
@@ -353,45 +382,51 @@ def down_kernel(decoder, shape, shared_decoder, shared_shape, has_rows):
         codes, scales = place_of_expert(places, load_past_l1(experts, pair))
         return to, pair, codes, scales
 
-    @cuda.jit(launch_bounds=(32 * warps, RESIDENT // warps))
-    def expert_down_kernel(x, wq, wd, places, experts, weights, xq, xd, elsewhere, has_elsewhere, n, k, n_used,
-                           output_bits, shared, shared_wq, shared_wd, shared_xq, shared_xd, shared_k):
-        """Grid (n / outputs, rows), outputs = 2**output_bits. An item of work is a group of rows of an expert; a warp
-        takes every warps-th, those of the shared expert first. The loads of its first item start before it waits."""
-        results = cuda.shared.array(RESULTS, float32)
-        lane, warp, row = uint32(cuda.threadIdx.x), warp_number(), uint32(cuda.blockIdx.y)
-        thread, first = uint32(uint32(warp << uint32(5)) + lane), uint32(uint32(cuda.blockIdx.x) << output_bits)
-        raw, shared_raw = cuda.local.array(raw_shape, uint32), cuda.local.array(shared_raw_shape, uint32)
-        inside, items = uint32(uint32(uint32(1) << output_bits) - uint32(1)), uint32(n_used << output_bits)
-        items, shared_items = uint32(items >> uint32(row_bits)), uint32(0)
+    @cuda.jit(device=True, forceinline=True)
+    def begin(raw, shared_raw, wq, wd, places, experts, n, k, n_used, output_bits, shared_wq, shared_wd, shared_k, lane,
+              warp):
+        """Starts the loads of the warp's first item. Returns (what `place_of_item` says of it, both books)."""
+        row, first = uint32(cuda.blockIdx.y), uint32(uint32(cuda.blockIdx.x) << output_bits)
+        thread, inside = uint32(uint32(warp << uint32(5)) + lane), uint32(uint32(uint32(1) << output_bits) - uint32(1))
+        items, shared_items = uint32(uint32(n_used << output_bits) >> uint32(row_bits)), uint32(0)
         if has_shared:
             shared_items = uint32(uint32(inside + uint32(1)) >> uint32(shared_bits))
-        is_shared, item = has_shared and warp < shared_items, uint32(warp - shared_items)
-        starts = not is_shared and item < items
         to, pair, codes, scales = uint32(0), uint32(0), uint64(0), uint64(0)
-        if starts:
-            to, pair, codes, scales = place_of_item(item, row, n_used, output_bits, places, experts)
+        if has_shared and warp < shared_items:
+            here = uint32(first + warp * uint32(shared_rows))
+            start_shared(shared_raw, here, shared_wq, shared_wd, n, shared_k, lane)
+        elif uint32(warp - shared_items) < items:
+            to, pair, codes, scales = place_of_item(uint32(warp - shared_items), row, n_used, output_bits, places,
+                                                    experts)
             if codes != uint64(0):
                 here = uint32(first + uint32(to & inside))
                 start(raw, here, array_at(codes, wq), array_at(scales, wd), n, k, lane)
-        if has_shared and is_shared:
-            here = uint32(first + warp * uint32(shared_rows))
-            start_shared(shared_raw, here, shared_wq, shared_wd, n, shared_k, lane)
         book = load_book(thread, uint32(32 * warps))
-        shared_book = load_shared_book(thread, uint32(32 * warps))
-        wait_for_previous()
-        let_next_begin()
-        if has_shared and is_shared:
-            item, x_start = warp, uint32(row * uint32(shared_k >> uint32(5)))
+        return to, pair, codes, scales, book, load_shared_book(thread, uint32(32 * warps))
+
+    @cuda.jit(device=True, forceinline=True)
+    def multiply(results, raw, shared_raw, begun, wq, wd, places, experts, xq, xd, n, k, n_used, output_bits, shared_wq,
+                 shared_wd, shared_xq, shared_xd, shared_k, lane, warp):
+        """results[rank << output_bits + i] <- number i of this block of each product, the shared expert's last; NaN
+        where the expert is out of reach. Returns whether this warp met such an expert."""
+        row, first = uint32(cuda.blockIdx.y), uint32(uint32(cuda.blockIdx.x) << output_bits)
+        inside, items = uint32(uint32(uint32(1) << output_bits) - uint32(1)), uint32(n_used << output_bits)
+        items, shared_items = uint32(items >> uint32(row_bits)), uint32(0)
+        to, pair, codes, scales, book, shared_book = begun
+        item, lacks = warp, False
+        if has_shared:
+            shared_items = uint32(uint32(inside + uint32(1)) >> uint32(shared_bits))
+            x_start = uint32(row * uint32(shared_k >> uint32(5)))
             while item < shared_items:
                 at = uint32(item * uint32(shared_rows))
                 if item != warp:
                     start_shared(shared_raw, uint32(first + at), shared_wq, shared_wd, n, shared_k, lane)
-                to = uint32(uint32(n_used << output_bits) + at)
-                finish_shared(results, to, shared_raw, shared_book, uint32(first + at), shared_wq, shared_wd, shared_xq,
-                              shared_xd, x_start, n, shared_k, lane)
+                finish_shared(results, uint32(uint32(n_used << output_bits) + at), shared_raw, shared_book,
+                              uint32(first + at), shared_wq, shared_wd, shared_xq, shared_xd, x_start, n, shared_k,
+                              lane)
                 item = uint32(item + uint32(warps))
-            item = uint32(item - shared_items)
+        starts = item == warp
+        item = uint32(item - shared_items)
         while item < items:
             here = uint32(first + uint32(uint32(item << uint32(row_bits)) & inside))
             if not starts:
@@ -402,16 +437,20 @@ def down_kernel(decoder, shape, shared_decoder, shared_shape, has_rows):
             if codes != uint64(0):
                 finish(results, to, raw, book, here, array_at(codes, wq), array_at(scales, wd), xq, xd,
                        uint32(pair * uint32(k >> uint32(5))), n, k, lane)
-            elif lane < uint32(rows) and uint32(here + lane) < n:
-                value = float32(NAN)
-                if has_elsewhere:
-                    value = word_as_float(load_anew(elsewhere, uint32(pair * n + here + lane)))
-                results[uint32(to + lane)] = value
+            else:
+                lacks = True
+                if lane < uint32(rows):
+                    results[uint32(to + lane)] = float32(NAN)
             item = uint32(item + uint32(warps))
-        cuda.syncthreads()
-        if thread <= inside and uint32(first + thread) < n:
+        return lacks
+
+    @cuda.jit(device=True, forceinline=True)
+    def combine(x, weights, results, n, n_used, output_bits, shared, thread):
+        """Adds up this block's numbers of the row."""
+        row, i = uint32(cuda.blockIdx.y), uint32(uint32(uint32(cuda.blockIdx.x) << output_bits) + thread)
+        if thread < uint32(uint32(1) << output_bits) and i < n:
             total, weight_at = float32(0.0), uint32(row * uint32(n_used + uint32(1)))
-            at = uint32(row * n + first + thread)
+            at = uint32(row * n + i)
             for rank in range(n_used):
                 y = results[uint32(uint32(uint32(rank) << output_bits) + thread)]
                 total = cuda.fma(weights[uint32(weight_at + uint32(rank))], y, total)
@@ -422,7 +461,57 @@ def down_kernel(decoder, shape, shared_decoder, shared_shape, has_rows):
                 total = cuda.fma(weights[uint32(weight_at + n_used)], shared[at], total)
             x[at] = x[at] + total
 
-    return expert_down_kernel
+    @cuda.jit(device=True, forceinline=True)
+    def keep(products, results, n, n_used, output_bits, shared, thread):
+        """Puts this block's numbers where the block finds them that adds up the row."""
+        row, i = uint32(cuda.blockIdx.y), uint32(uint32(uint32(cuda.blockIdx.x) << output_bits) + thread)
+        if thread < uint32(uint32(1) << output_bits) and i < n:
+            at = uint32(uint32(row * uint32(n_used + uint32(1))) * n + i)
+            for rank in range(uint32(n_used + uint32(has_shared))):
+                products[uint32(at + uint32(rank) * n)] = results[uint32(uint32(uint32(rank) << output_bits) + thread)]
+            if has_rows:
+                products[uint32(at + n_used * n)] = shared[uint32(row * n + i)]
+
+    @cuda.jit(launch_bounds=(32 * warps, RESIDENT // warps))
+    def expert_down_kernel(x, wq, wd, places, experts, weights, xq, xd, n, k, n_used, output_bits, shared, shared_wq,
+                           shared_wd, shared_xq, shared_xd, shared_k):
+        """Grid (n / outputs, rows), outputs = 2**output_bits. An item of work is a group of rows of an expert; a warp
+        takes every warps-th, those of the shared expert first. The loads of its first item start before it waits."""
+        results, lane, warp = cuda.shared.array(RESULTS, float32), uint32(cuda.threadIdx.x), warp_number()
+        raw, shared_raw = cuda.local.array(raw_shape, uint32), cuda.local.array(shared_raw_shape, uint32)
+        begun = begin(raw, shared_raw, wq, wd, places, experts, n, k, n_used, output_bits, shared_wq, shared_wd,
+                      shared_k, lane, warp)
+        wait_for_previous()
+        let_next_begin()
+        multiply(results, raw, shared_raw, begun, wq, wd, places, experts, xq, xd, n, k, n_used, output_bits, shared_wq,
+                 shared_wd, shared_xq, shared_xd, shared_k, lane, warp)
+        cuda.syncthreads()
+        combine(x, weights, results, n, n_used, output_bits, shared, uint32(uint32(warp << uint32(5)) + lane))
+
+    @cuda.jit(launch_bounds=(32 * warps, RESIDENT // warps))
+    def asking_down_kernel(x, wq, wd, places, experts, weights, xq, xd, n, k, n_used, output_bits, shared, shared_wq,
+                           shared_wd, shared_xq, shared_xd, shared_k, products, answer, words, state, layer,
+                           milliseconds):
+        """The same; `answer` has what the host brings of rows that lack an expert."""
+        results, lane, warp = cuda.shared.array(RESULTS, float32), uint32(cuda.threadIdx.x), warp_number()
+        raw, shared_raw = cuda.local.array(raw_shape, uint32), cuda.local.array(shared_raw_shape, uint32)
+        begun = begin(raw, shared_raw, wq, wd, places, experts, n, k, n_used, output_bits, shared_wq, shared_wd,
+                      shared_k, lane, warp)
+        wait_for_previous()
+        let_next_begin()
+        lacks = multiply(results, raw, shared_raw, begun, wq, wd, places, experts, xq, xd, n, k, n_used, output_bits,
+                         shared_wq, shared_wd, shared_xq, shared_xd, shared_k, lane, warp)
+        thread, row = uint32(uint32(warp << uint32(5)) + lane), uint32(cuda.blockIdx.y)
+        if cuda.syncthreads_count(int32(lacks)) == 0:
+            combine(x, weights, results, n, n_used, output_bits, shared, thread)
+            return
+        keep(products, results, n, n_used, output_bits, shared, thread)
+        if arrives_last(state, row, uint32(cuda.gridDim.x), thread):
+            n_ranks = uint32(n_used + uint32(has_shared or has_rows))
+            finish_row(x, weights, experts, places, row, n, n_used, n_ranks, products, answer, words, state, layer,
+                       milliseconds, thread, 32 * warps)
+
+    return asking_down_kernel if asks else expert_down_kernel
 
 
 # ---- launches: they write in place and never allocate -----------------------------------------------------
@@ -437,12 +526,13 @@ def expert_gemv(card, decoder, y, stride, w, x, choice, n_rows, *, from_pairs=Fa
                 stride, *_of_experts(w, choice), *x.flat, w.n, w.k, 1 if from_pairs else n_used, stream=stream)
 
 
-def expert_swiglu(card, decoder, out, w, u, choice, n_rows, shared=None, *, stream=None):
+def expert_swiglu(card, decoder, out, w, u, choice, n_rows, shared=None, *, request=None, stream=None):
     """out <- quantised silu(gate . u) * (up . u) of every pair: the bits of expert_gemv followed by swiglu_quantize.
 
     w: Experts of [2 n, k], the n rows of gate and below them those of up; n a multiple of 32. out: Quantized
     [pairs, n]. u: Quantized [n_rows, k]. shared: a SharedExpert, whose `inner` is written too. Pairs whose expert is
-    out of reach keep what they have. ValueError: n is no multiple of 32, or k is larger than MAX_PLANES."""
+    out of reach keep what they have; request, a HostRequest, asks the host for their products. ValueError: n is no
+    multiple of 32, or k is larger than MAX_PLANES."""
     sizes = [w.n // 2] + ([shared.w.n // 2] if shared else [])
     if any(n % BLOCK for n in sizes):
         raise ValueError(f"SwiGLU takes rows of a multiple of {BLOCK} values, not {sizes}")
@@ -450,21 +540,22 @@ def expert_swiglu(card, decoder, out, w, u, choice, n_rows, shared=None, *, stre
         raise ValueError(f"rows of experts have up to {MAX_PLANES} values, not {w.k}")
     shape = shape_of(card, decoder, w.k, in_pairs=True)
     shared_shape = shape_of(card, shared.decoder, w.k, in_pairs=True) if shared else None
-    kernel = swiglu_kernel(decoder, shape, shared.decoder if shared else None, shared_shape)
+    kernel = swiglu_kernel(decoder, shape, shared.decoder if shared else None, shared_shape, request is not None)
     x, matrix = (shared.inner, shared.w) if shared else (out, w.home)       # the latter are not read
-    of_shared = *x.flat, *flat_weights(matrix)
-    card.launch(kernel, (max(sizes) // BLOCK, choice.n_used + (shared is not None), n_rows), (32, shape.warps),
-                *out.flat, *_of_experts(w, choice), *u.flat, w.n // 2, w.k, choice.n_used, *of_shared, sizes[-1],
+    of_shared, asking = (*x.flat, *flat_weights(matrix)), request.for_hand_over(choice) if request else ()
+    units = max(sizes) // BLOCK + (request is not None)
+    card.launch(kernel, (units, choice.n_used + (shared is not None), n_rows), (32, shape.warps), *out.flat,
+                *_of_experts(w, choice), *u.flat, w.n // 2, w.k, choice.n_used, *of_shared, sizes[-1], *asking,
                 stream=stream)
 
 
-def expert_down(card, decoder, x, w, inner, choice, shared, n_rows, *, elsewhere=None, stream=None):
+def expert_down(card, decoder, x, w, inner, choice, shared, n_rows, *, request=None, stream=None):
     """x <- x plus the weighted sum of what the experts of each row give: the bits of expert_gemv(..., from_pairs=True)
     followed by `combine_reference`.
 
-    x: float32 [n_rows, H]. w: Experts of [H, F]. inner: Quantized [pairs, F]. shared: a SharedExpert, or its results,
-    float32 [n_rows, H], or None. elsewhere: float32 [pairs, H] in memory that the card reads, the results of experts
-    that are out of reach; without it, NaN takes their place. ValueError: more than 32 experts in a row."""
+    x: float32 [n_rows, H]. w: Experts of [H, F]; H a multiple of 4. inner: Quantized [pairs, F]. shared: a
+    SharedExpert, or its results, float32 [n_rows, H], or None. request: the HostRequest that has asked for the products
+    of experts that are out of reach; without it, NaN takes their place. ValueError: more than 32 experts in a row."""
     if choice.n_used >= MAX_RANKS:
         raise ValueError(f"a row has up to {MAX_RANKS - 1} experts, not {choice.n_used}")
     has_matrix, n, k = isinstance(shared, SharedExpert), w.n, w.k
@@ -475,13 +566,12 @@ def expert_down(card, decoder, x, w, inner, choice, shared, n_rows, *, elsewhere
     shape, shared_shape = shape._replace(warps=warps), shared_shape and shared_shape._replace(warps=warps)
     rows = x if has_matrix or shared is None else shared                                # not read
     kernel = down_kernel(decoder, shape, shared.decoder if has_matrix else None, shared_shape,
-                         not has_matrix and shared is not None)
+                         not has_matrix and shared is not None, request is not None)
     of_shared = (*flat_weights(shared.w), *shared.inner.flat, shared.w.k) if has_matrix else (
         *flat_weights(w.home), *inner.flat, k)                                             # not read
-    codes, scales, places, experts = _of_experts(w, choice)
-    card.launch(kernel, (-(-n // 2**bits), n_rows), (32, warps), x.reshape(-1), codes, scales, places, experts,
-                choice.weights.reshape(-1), *inner.flat, (x if elsewhere is None else elsewhere).reshape(-1),
-                elsewhere is not None, n, k, choice.n_used, bits, rows.reshape(-1), *of_shared, stream=stream)
+    card.launch(kernel, (-(-n // 2**bits), n_rows), (32, warps), x.reshape(-1), *_of_experts(w, choice),
+                choice.weights.reshape(-1), *inner.flat, n, k, choice.n_used, bits, rows.reshape(-1), *of_shared,
+                *(request.for_answer if request else ()), stream=stream)
 
 
 def shape_of(card, decoder, k, n=1, in_pairs=False):
@@ -643,12 +733,21 @@ def _check_down(step, experts, inner, weights, shared, rng):
         gemv(card, shared.decoder, shared_y, w.n, shared.w, shared.inner, n_rows)
     y = np.where(np.isnan(y), elsewhere, y).reshape(n_rows, n_used, w.n)
     want = combine_reference(before, y, weights, card.download(shared_y) if shared else None)
+    request = _answered(card, elsewhere, n_rows, n_used) if step.absent else None
     for given in (shared, shared_y) if shared else (None,):
         x = card.upload(np.pad(before, ((0, 1), (0, 0)), constant_values=np.nan))
-        expert_down(card, step.decoder, x, w, inner, step.choice, given, n_rows, elsewhere=card.upload(elsewhere))
+        expert_down(card, step.decoder, x, w, inner, step.choice, given, n_rows, request=request)
         got = card.download(x)
         np.testing.assert_array_equal(got[:-1], want)
         assert np.isnan(got[-1]).all(), "wrote past the end"
+        assert not request or not card.download(request.state).any(), "blocks that have arrived are still counted"
+
+
+def _answered(card, results, n_rows, n_used):
+    """A HostRequest that was answered with `results` [pairs, k]."""
+    products = _poisoned(card, (n_rows, n_used + 1, results.shape[1]))
+    words, state = card.zeros(MAIL_WORDS, np.uint32), card.zeros(ARRIVED + n_rows, np.uint32)
+    return HostRequest(words, None, None, card.upload(results), state, products, 0, 0, 0)
 
 
 def _row(x, row):

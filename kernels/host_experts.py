@@ -3,22 +3,21 @@
 Over a slow link it takes longer to fetch an expert than to compute with it (PCIe 1.0 x1 brings 3 MB in 13 ms). So the
 card hands over the rows that need it, goes on with the experts that it has, and takes the results when it needs them:
 
-    card    norm, router | hand_over | the card's own experts, the shared expert | await_results | down, weighted sum
-                               |                                                     ^
-    link          row as int8, wanted experts                                 one result per product
-                               v                                                     |
+    card    norm, router | gate, up: the card's own experts, the shared expert | down: the same | weighted sum
+                           | asks                                                               ^ waits
+    link          row as int8, wanted experts                                         one result per product
+                               v                                                                |
     host                  gate, up, SwiGLU, down: the kernels of kernels/expert_gemv.py, on an emulated card
 
 A step stays one recording: nothing is queued while it runs. Card and host meet in page-locked memory that both reach
-(`Card.mapped`): the host looks there for requests (kernels/emulated/serving.py), and `await_results` is the one kernel
-that may wait, for as long as a deadline allows. If no expert is missing, `hand_over` raises no request, nothing crosses
-the link, and `await_results` returns at once. The bits are those of the card: the same kernels compute them.
+(`Card.mapped`): the host looks there for requests (kernels/emulated/serving.py). kernels/host_requests.py has the
+card's side: which parts of its launches ask and wait. If no expert is missing, nothing crosses the link, and nothing
+waits. The bits are those of the card: the same kernels compute them.
 
     words    uint32 [MAIL_WORDS]                the mail, as kernels/emulated/serving.py says, and TROUBLE
     q, d     int8 [rows, k], float32 [rows, k / 32]     the normed rows; only those that a missing pair needs
     wanted   int32 [3, n]                       of each missing pair: the expert, the row, the pair
     results  float32 [rows * n_used, k]         by pair; of the missing pairs only
-    state    uint32 [3], on the card            numbers of the last request and of the last answer; whether one failed
 
 Experts need not be in host memory either: a Supply (kernels/emulated/serving.py) then brings those of a request before
 its program runs, and says by their places where they are.
@@ -27,12 +26,10 @@ The host has a program for each layer and for 1, 2, 4, 8, ... products. A reques
 its end, whose expert, n_experts, lies nowhere. A program packs the rows of its products, so that what nobody wants
 takes next to no time, and puts the results where their pairs are.
 
-Failures. If no answer comes in time, or the service says that none will come, the card writes 1 + the number of the
-layer to TROUBLE, and NaN into the weights of all rows of this and of later steps, so that no wrong number can pass for
-a right one; later steps ask for nothing. `check` turns TROUBLE into a sentence.
+Failures. A card that has waited for too long, or hears that no answer will come, writes 1 + the number of the layer to
+TROUBLE, and makes the rows of this and of later steps NaN. `check` turns TROUBLE into a sentence.
 
 Cost on the link for each product: k * 4 bytes, and once for each row k * 1.125 bytes; 8 KB and 2.3 KB where k is 2048.
-On the card: one block for `hand_over`, one warp for `await_results`; bound by latency.
 """
 
 import math
@@ -43,134 +40,29 @@ from typing import NamedTuple
 
 import numpy as np
 from numba import cuda
-from numba.types import int32, uint32, uint64
+from numba.types import int32, uint32
 
 from kernels.bench import Case, main
 from kernels.card import CardError, show_bytes
 from kernels.emulated.card import EmulatedCard
-from kernels.emulated.serving import FAILED, MAIL_WORDS, WORD, Service, Supply
+from kernels.emulated.serving import FAILED, MAIL_WORDS, Service, Supply
 from kernels.expert_gemv import expert_down, expert_gemv, expert_swiglu
 from kernels.formats import FORMATS
-from kernels.intrinsics import (let_next_begin, load_words4, nanoseconds, poll, publish, store_words4,
-                                wait_for_previous, word_as_float)
+from kernels.host_requests import (ANSWER, ARRIVED, LAYER, PRODUCTS, REQUEST, SIZE, THREADS, TROUBLE, HostRequest,
+                                   copy_row, hand_over)
+from kernels.intrinsics import load_words4, store_words4
 from kernels.operands import Experts, Matrix, Quantized
 from kernels.quant_gemv import decoder_of
 from kernels.records import Choice
 from kernels.swiglu import swiglu_quantize
 from kernels.synthetic import random_matrix_reference
 
-THREADS = 256
-WARPS = THREADS // 32
 MAX_ROWS = 1024                                         # of a step
 DEADLINE = 5.0                                          # seconds; below the patience of an emulated card
-POLL_PAUSE = 500                                        # nanoseconds between two looks at an answer
-REQUEST, LAYER, SIZE, PRODUCTS, TROUBLE, ANSWER = (
-    WORD[name] for name in ("request", "layer", "size", "products", "trouble", "answer"))
-ASKED, ANSWERED, GAVE_UP = range(3)                     # places in `state`
-NAN_WORD = 0x7FC00000
 
 
 class ExpertsMissing(CardError):
     """The host's processor has not computed what a step needs. The tokens of that step are of no use."""
-
-
-@cuda.jit(device=True, forceinline=True)
-def copy_row(to_q, to_d, to, q, d, row, pieces, blocks, thread):
-    """Row `to` of (to_q, to_d) <- a row of (q, d); pieces: of 16 bytes. A block of THREADS threads calls."""
-    for first in range(uint32(0), pieces, uint32(THREADS)):
-        piece = uint32(first + thread)
-        if piece < pieces:
-            w0, w1, w2, w3 = load_words4(q, uint32(uint32(row * pieces + piece) << uint32(4)))
-            store_words4(to_q, uint32(uint32(to * pieces + piece) << uint32(4)), w0, w1, w2, w3)
-        if piece < blocks:
-            to_d[uint32(to * blocks + piece)] = d[uint32(row * blocks + piece)]
-
-
-# ---- the card's side ---------------------------------------------------------------------------------------
-
-@cuda.jit(device=True, forceinline=True)
-def is_missing(experts, places, pair, pairs):
-    return pair < pairs and places[uint32(uint32(experts[pair]) << uint32(1))] == uint64(0)
-
-
-@cuda.jit
-def hand_over_kernel(words, wanted, stride, to_q, to_d, state, experts, places, q, d, layer, n_rows, n_used, n_experts,
-                     k):
-    """One block of THREADS threads. wanted: three lists, each `stride` long."""
-    let_next_begin()
-    misses, of_warps = cuda.shared.array(MAX_ROWS, uint32), cuda.shared.array(WARPS, uint32)
-    thread, pairs = uint32(cuda.threadIdx.x), uint32(n_rows * n_used)
-    lane, warp = uint32(thread & uint32(31)), uint32(thread >> uint32(5))
-    for first in range(uint32(0), uint32(MAX_ROWS), uint32(THREADS)):
-        misses[uint32(first + thread)] = uint32(0)
-    cuda.syncthreads()
-    wait_for_previous()
-    total = uint32(0)
-    for first in range(uint32(0), pairs, uint32(THREADS)):
-        pair = uint32(first + thread)
-        missing = is_missing(experts, places, pair, pairs)
-        if missing:
-            cuda.atomic.add(misses, uint32(pair // n_used), uint32(1))
-        total = uint32(total + uint32(cuda.syncthreads_count(int32(missing))))
-    if total == uint32(0) or state[uint32(GAVE_UP)] != uint32(0):
-        return
-    size = uint32(uint32(32) - uint32(cuda.clz(int32(total - uint32(1)))))
-    listed = uint32(0)
-    for first in range(uint32(0), pairs, uint32(THREADS)):
-        pair = uint32(first + thread)
-        missing = is_missing(experts, places, pair, pairs)
-        lanes = uint32(cuda.ballot_sync(0xFFFFFFFF, missing))
-        if lane == uint32(0):
-            of_warps[warp] = uint32(cuda.popc(lanes))
-        cuda.syncthreads()
-        at = uint32(listed + uint32(cuda.popc(uint32(lanes & uint32(uint32(uint32(1) << lane) - uint32(1))))))
-        for other in range(uint32(WARPS)):
-            count = of_warps[other]
-            at = uint32(at + (count if other < warp else uint32(0)))
-            listed = uint32(listed + count)
-        if missing:
-            wanted[at] = experts[pair]
-            wanted[uint32(stride + at)] = int32(pair // n_used)
-            wanted[uint32(uint32(2) * stride + at)] = int32(pair)
-        cuda.syncthreads()
-    for first in range(total, uint32(uint32(1) << size), uint32(THREADS)):
-        at = uint32(first + thread)
-        if at < uint32(uint32(1) << size):
-            wanted[at] = int32(n_experts)
-            wanted[uint32(stride + at)] = int32(0)
-            wanted[uint32(uint32(2) * stride + at)] = int32(-1)
-    pieces, blocks = uint32(k >> uint32(4)), uint32(k >> uint32(5))
-    for row in range(n_rows):
-        if misses[row] != uint32(0):
-            copy_row(to_q, to_d, uint32(row), q, d, uint32(row), pieces, blocks, thread)
-    cuda.syncthreads()
-    if thread == uint32(0):
-        request = uint32(uint32(state[uint32(ASKED)] + uint32(1)) & uint32(FAILED - 1))
-        words[uint32(LAYER)], words[uint32(SIZE)], words[uint32(PRODUCTS)] = layer, size, total
-        publish(words, uint32(REQUEST), request)
-        state[uint32(ASKED)] = request
-
-
-@cuda.jit
-def await_kernel(words, state, weights, layer, n_weights, milliseconds):
-    """One thread."""
-    let_next_begin()
-    wait_for_previous()
-    asked = state[uint32(ASKED)]
-    if asked != state[uint32(ANSWERED)] and state[uint32(GAVE_UP)] == uint32(0):
-        start, limit = nanoseconds(), uint64(uint64(milliseconds) * uint64(1000000))
-        answer = poll(words, uint32(ANSWER))
-        while answer != asked and answer < uint32(FAILED) and uint64(nanoseconds() - start) < limit:
-            cuda.nanosleep(uint32(POLL_PAUSE))
-            answer = poll(words, uint32(ANSWER))
-        if answer == asked:
-            state[uint32(ANSWERED)] = asked
-        else:
-            state[uint32(GAVE_UP)] = uint32(1)
-            publish(words, uint32(TROUBLE), uint32(layer + uint32(1)))
-    if state[uint32(GAVE_UP)] != uint32(0):
-        for i in range(n_weights):
-            weights[i] = word_as_float(uint32(NAN_WORD))
 
 
 # ---- the host's side ---------------------------------------------------------------------------------------
@@ -179,8 +71,7 @@ def await_kernel(words, state, weights, layer, n_weights, milliseconds):
 def pack_kernel(to_q, to_d, q, d, rows, k):
     """Row i of (to_q, to_d) <- row rows[i] of (q, d). A block for each row."""
     i = uint32(cuda.blockIdx.x)
-    copy_row(to_q, to_d, i, q, d, uint32(rows[i]), uint32(k >> uint32(4)), uint32(k >> uint32(5)),
-             uint32(cuda.threadIdx.x))
+    copy_row(to_q, to_d, i, q, d, uint32(rows[i]), k, uint32(cuda.threadIdx.x), THREADS)
 
 
 @cuda.jit
@@ -228,14 +119,16 @@ def first_of(x, n, k):
     return Quantized(*(array.reshape(-1)[:n * each].reshape(n, each) for array, each in zip(x, (k, k // 32))))
 
 
-def launch_inner(card, gate_up, inner, both, u, choice, n_rows):
+def launch_inner(card, gate_up, inner, both, u, choice, n_rows, request=None):
     """inner <- quantised silu(gate . u) * (up . u) of each pair of rows and experts.
 
     gate_up: as in a HostLayer. u: Quantized [n_rows, k]. inner: Quantized [pairs, F]. both: float32, 2 F for each pair;
-    read only where gate and up are apart."""
+    read only where gate and up are apart. request: a HostRequest that goes out first, if experts may be missing."""
     if len(gate_up) == 1:
-        expert_swiglu(card, decoder_of(gate_up[0]), inner, gate_up[0], u, choice, n_rows)
+        expert_swiglu(card, decoder_of(gate_up[0]), inner, gate_up[0], u, choice, n_rows, request=request)
         return
+    if request:
+        hand_over(card, request, u, choice, gate_up[0].places, n_rows)
     width, both = inner.q.shape[1], both.reshape(-1)
     for i, w in enumerate(gate_up):
         expert_gemv(card, decoder_of(w), both[i * width:], 2 * width, w, u, choice, n_rows)
@@ -275,7 +168,8 @@ class HostExperts:
         self.card, self.host, self.layers, self.n_used, self.deadline = card, host, layers, n_used, deadline
         self.most_rows, self.k, self.n_experts = most_rows, first.down.n, len(first.down.places) - 1
         self._words, self._mail = card.mapped(MAIL_WORDS, np.uint32, "requests to the host")
-        self.state = card.zeros(3, np.uint32, "state of requests to the host")
+        self.state = card.zeros(ARRIVED + most_rows, np.uint32, "state of requests to the host")
+        self.products = card.alloc((most_rows, n_used + 1, self.k), np.float32, "products of rows with missing experts")
         self._wanted, self._host_wanted = card.mapped((3, 1 << size_of(most)), np.int32, "experts wanted of the host")
         self._rows, rows_here = self._mapped_rows()
         self.results, results_here = card.mapped((most, self.k), np.float32, "results of the host")
@@ -324,21 +218,12 @@ class HostExperts:
             time.sleep(0)
         self.recover()                                  # the card goes on from this number
 
-    # -- the step: launches that a recording holds --
-
-    def hand_over(self, layer, u, choice, places, n_rows, *, stream=None):
-        """Asks the host for those experts of a layer whose place is (0, 0) in `places` [n_experts, 2]. u: Quantized
-        [n_rows, k]; choice: the Choice of the rows."""
+    def request(self, layer, n_rows):
+        """The HostRequest of a layer in a step of so many rows. ValueError: the host was not prepared for it."""
         if layer not in self.layers or n_rows > self.most_rows:
             raise ValueError(f"the host was not prepared for {n_rows} rows of layer {layer}")
-        self.card.launch(hand_over_kernel, 1, THREADS, self._words, self._wanted.reshape(-1), self._wanted.shape[1],
-                         *self._rows.flat, self.state, choice.experts.reshape(-1), places.reshape(-1), *u.flat,
-                         layer, n_rows, self.n_used, self.n_experts, self.k, stream=stream)
-
-    def await_results(self, layer, choice, n_rows, *, stream=None):
-        """Waits until `results` has what was asked for. If it does not come, choice.weights become NaN."""
-        self.card.launch(await_kernel, 1, 1, self._words, self.state, choice.weights.reshape(-1), layer,
-                         n_rows * (self.n_used + 1), math.ceil(1e3 * self.deadline), stream=stream)
+        return HostRequest(self._words, self._wanted, self._rows, self.results, self.state, self.products, layer,
+                           self.n_experts, math.ceil(1e3 * self.deadline))
 
     # -- the engine --
 
@@ -358,7 +243,7 @@ class HostExperts:
                 self.check()
                 raise ExpertsMissing("the host's processor does not answer")
             time.sleep(1e-3)
-        self.card.copy_in(self.state, np.array([self._mail[REQUEST]] * 2 + [0], np.uint32))
+        self.card.copy_in(self.state[:ARRIVED], np.array([self._mail[REQUEST], 0], np.uint32))
         self.card.synchronize()
         self._mail[TROUBLE] = 0
 
@@ -470,11 +355,10 @@ class Trial:
     def launch(self):
         """A layer's step behind the router: x += what the experts of each row give."""
         *gate_up, down = self.matrices
-        self.experts.hand_over(0, self.u, self.choice, down.places, self.rows)
-        launch_inner(self.card, gate_up, self.inner, self.both, self.u, self.choice, self.rows)
-        self.experts.await_results(0, self.choice, self.rows)
+        request = self.experts.request(0, self.rows)
+        launch_inner(self.card, gate_up, self.inner, self.both, self.u, self.choice, self.rows, request)
         expert_down(self.card, decoder_of(down), self.x, down, self.inner, self.choice, None, self.rows,
-                    elsewhere=self.experts.results)
+                    request=request)
 
     def draw(self, rng, share):
         """A new choice of experts, of which this share is missing, and new rows. -> which pairs are missing."""

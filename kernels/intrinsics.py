@@ -312,7 +312,8 @@ stream_word = _stream_words(1)
 stream_words2 = _stream_words(2)
 stream_words4 = _stream_words(4)
 load_past_l1 = _stream_words(1, "cg")  # a word from the second-level cache, in which all launches meet
-load_anew = _stream_words(1, "cv")  # a word from memory that the host writes, past all caches
+load_words4_past_l1 = _stream_words(4, "cg")
+load_words4_anew = _stream_words(4, "cv")  # 16 bytes from memory that the host writes, past all caches
 
 
 def table_words4(table):

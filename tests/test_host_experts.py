@@ -44,8 +44,7 @@ def test_a_step_that_is_counted():
         with card.counting() as log:
             got = trial.run()
         np.testing.assert_array_equal(got, trial.right())
-    assert [counted.kernel for counted in log] == ["hand_over_kernel", "expert_swiglu_kernel", "await_kernel",
-                                                   "expert_down_kernel"]
+    assert [counted.kernel for counted in log] == ["asking_swiglu_kernel", "asking_down_kernel"]
 
 
 def test_several_cards_wait_at_once():
@@ -238,7 +237,7 @@ def test_a_step_that_the_host_does_not_know(card):
     trial = Trial(card, EmulatedCard(1), *SMALL)
     with trial.experts as experts:
         with pytest.raises(ValueError, match="not prepared for 4 rows of layer 0"):
-            experts.hand_over(0, trial.u, trial.choice, trial.matrices[1].places, 4)
+            experts.request(0, 4)
         with pytest.raises(ExpertsMissing, match="for which there is no program"):
             experts.compute(1, [0, 1, 1])
         trial.draw(np.random.default_rng(8), 1.0)

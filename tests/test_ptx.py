@@ -14,7 +14,7 @@ import qengine
 from kernels import advance, assembler, attend_decode, attention, checkpoint
 from kernels import compile as compiler
 from kernels import (decode_tile, draft_head, draft_input, draft_list, expert_gemm, expert_gemv, float_matmul,
-                     gdn_decode, host_experts, kv_cache, ngram, norm, pool, q8_gemv, quantize, rope, route)
+                     gdn_decode, host_requests, kv_cache, ngram, norm, pool, q8_gemv, quantize, rope, route)
 from kernels.card import Array
 from kernels.emulated.card import EmulatedCard
 from kernels.formats import FORMATS
@@ -150,18 +150,23 @@ def decode_products_of_experts(format, shared):
     card, decoders = SimpleNamespace(kind="cuda", n_sms=80), [decoder(format), decoder(shared)]
     w, shared_w = (("int8[1]" if f.bits == 8 else "uint8[1]", "uint16[1]") for f in (format, shared))
     x, y, experts, n = ("int8[1]", "float32[1]"), "float32[1]", ("uint64[1]", "int32[1]"), "uint32"
+    words, q, answer = "uint32[1]", "int8[1]", ("float32[1]", "float32[1]", "uint32[1]", "uint32[1]", n, n)
+    request = "float32[1]", words, "int32[1]", n, q, "float32[1]", words, n, n
     for k, n_used in (512, 8), (1024, 8), (1056, 10):
         shapes = [expert_gemv.shape_of(card, d, k, 2048) for d in decoders]
         yield expert_gemv.gemv_kernel(decoders[0], shapes[0]), y, n, *w, *experts, *x, n, n, n
         warps = expert_gemv.warps_of(card, 4, n_used, *shapes)
         shapes = [shape._replace(warps=warps) for shape in shapes]
         for which, of_shared in ((*decoders, *shapes), shared_w), ((decoders[0], None, shapes[0], None), w):
-            kernel = expert_gemv.down_kernel(which[0], which[2], which[1], which[3], which[1] is None)
-            yield (kernel, y, *w, *experts, y, *x, y, "bool", *[n] * 4, y, *of_shared, *x, n)
+            for asking in ((), answer) if n_used == 8 else ((),):
+                kernel = expert_gemv.down_kernel(which[0], which[2], which[1], which[3], which[1] is None, bool(asking))
+                yield (kernel, y, *w, *experts, y, *x, *[n] * 4, y, *of_shared, *x, n, *asking)
     for k in 2048, 2080:
         shapes = [expert_gemv.shape_of(card, d, k, in_pairs=True) for d in decoders]
         for which, of_shared in ((shapes[0], decoders[1], shapes[1]), shared_w), ((shapes[0], None, None), w):
-            yield (expert_gemv.swiglu_kernel(decoders[0], *which), *x, *w, *experts, *x, n, n, n, *x, *of_shared, n)
+            for asking in (), request:
+                kernel = expert_gemv.swiglu_kernel(decoders[0], *which, bool(asking))
+                yield (kernel, *x, *w, *experts, *x, n, n, n, *x, *of_shared, n, *asking)
 
 
 def kernels_of_checks():
@@ -202,8 +207,7 @@ def kernels_of_experts():
 def kernels_beside_the_host():
     """What a card launches that leaves experts to the host's processor."""
     i, x, words, n, q = "int32[1]", "float32[1]", "uint32[1]", "uint32", "int8[1]"
-    yield host_experts.hand_over_kernel, words, i, n, q, x, words, i, "uint64[1]", q, x, *[n] * 5
-    yield host_experts.await_kernel, words, words, x, n, n, n
+    yield host_requests.hand_over_kernel, i, "uint64[1]", q, x, n, n, n, x, words, i, n, q, x, words, n, n
 
 
 @pytest.fixture(scope="module")
@@ -297,13 +301,15 @@ CONSTANTS = {
     "choose": {"row_slot", "row_pos"}, "accept_kernel": set(),
     "draft_rows_kernel": set(), "draft_input_kernel": set(), "draft_kernel": set(), "listed_kernel": set(),
     "advance_kernel": set(), "ngram_kernel": set(), "script_kernel": set(),
-    "hand_over_kernel": set(), "await_kernel": set(),
-    "expert_gemv_kernel": set(), "expert_swiglu_kernel": {"shared_wq", "shared_wd"},
+    "hand_over_kernel": set(), "expert_gemv_kernel": set(),
+    "expert_swiglu_kernel": {"shared_wq", "shared_wd"}, "asking_swiglu_kernel": {"shared_wq", "shared_wd"},
     "expert_down_kernel": {"places", "experts", "shared_wq", "shared_wd"},
+    "asking_down_kernel": {"places", "experts", "shared_wq", "shared_wd"},
 }
 # Of the latter, `places` do not change during a step. The router writes `experts`, and expert_down comes behind a
 # kernel that waited for the router before it let expert_down begin.
-LET_AFTER_THE_WAIT = {"expert_gemv_kernel", "expert_swiglu_kernel", "expert_down_kernel"}
+LET_AFTER_THE_WAIT = {"expert_gemv_kernel", "expert_swiglu_kernel", "expert_down_kernel", "asking_swiglu_kernel",
+                      "asking_down_kernel"}
 # And what those that are `early` may read besides: constants and what earlier steps left. Blocks of `attend` beyond the
 # last unit may end: the others of the launch wait, so that it does not end before.
 EARLY = {"gdn_decode_kernel": {"state", "ring", "accepted", "vectors", "keeps", "row_pos"},
@@ -431,8 +437,9 @@ def test_what_is_read_too_early_is_found(overlapping):
             "find_best": "logits", "weigh": "best", "choose": "progress", "accept_kernel": "tokens",
             "draft_rows_kernel": "outcomes", "draft_input_kernel": "x", "draft_kernel": "logits",
             "listed_kernel": "listed", "advance_kernel": "outcomes", "ngram_kernel": "outcomes",
-            "script_kernel": "outcomes", "hand_over_kernel": "experts", "await_kernel": "state",
-            "expert_gemv_kernel": "experts", "expert_swiglu_kernel": "experts", "expert_down_kernel": "weights"}
+            "script_kernel": "outcomes", "hand_over_kernel": "experts",
+            "expert_gemv_kernel": "experts", "expert_swiglu_kernel": "experts", "expert_down_kernel": "weights",
+            "asking_swiglu_kernel": "experts", "asking_down_kernel": "weights"}
     for kernel, types, ptx in overlapping:
         assert read[kernel.__name__] in too_early(kernel, types, ptx.replace(WAIT, ""))
 
