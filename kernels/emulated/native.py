@@ -36,7 +36,7 @@ LAUNCH = {"warp": 0, "params": 8, "grid": 16, "n_warps": 28, "n_blocks": 32, "ne
 LAUNCH_BYTES = 80
 PROGRAM = {"n": 0, "failed": 8, "launches": 16, "why": 24}
 SCRATCH = {"shared": 0, "local": 8, "frames": 16, "states": 24}
-POOL = {"semaphore": 0, "program": 64, "attached": 72, "n_helpers": 76}
+POOL = {"semaphore": 0, "program": 64, "attached": 72, "n_helpers": 76, "awake": 80}
 _VECTORS = {"grid", "ctaid", "nctaid"}          # fields of three 32-bit numbers, x, y, z
 
 
@@ -50,9 +50,10 @@ SERVICE = {"mail": 0, "table": 8, "n_layers": 16, "n_sizes": 20, "stop": 24, "se
 SERVICE_BYTES = 128
 MAIL = {"request": 0, "layer": 4, "size": 8, "products": 12, "trouble": 16, "answer": 128}
 MAIL_BYTES = 256
-# Nanoseconds for which a service looks for its next request without a pause; the share of the time since the last
-# request that each pause has from then on; and the longest pause.
-WAITING = {"spin": 50_000, "share": 16, "most_pause": 4_000_000}
+# Nanoseconds for which a service looks for its next request without a pause, since a step often asks again after one to
+# five layers; the share of the time since the last request that each pause has from then on; and the longest pause.
+WAITING = {"spin": 200_000, "share": 256, "most_pause": 4_000_000}
+AWAKE = 500_000                                 # nanoseconds for which its helpers look: to wake them takes longer
 
 
 class KernelFault(RuntimeError):
@@ -314,9 +315,10 @@ def _runtime():
 
 class Pool:
     """A set of helper threads. One program runs at a time: launches that wait for another program need threads of which
-    that program does not depend, a pool of its own."""
+    that program does not depend, a pool of its own. awake: nanoseconds for which helpers look for the next program,
+    before they sleep."""
 
-    def __init__(self):
+    def __init__(self, awake=0):
         self._lock = threading.Lock()
         address = _runtime().get_function_address
         self._run = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 3, ctypes.c_int32)(address("run"))
@@ -325,6 +327,7 @@ class Pool:
         self._close = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int32)(address("close"))
         self._struct = ctypes.create_string_buffer(128 + 64)
         self._address = -(-ctypes.addressof(self._struct) // 64) * 64
+        ctypes.c_int64.from_address(self._address + POOL["awake"]).value = awake
         ctypes.CFUNCTYPE(None, ctypes.c_int64)(address("prepare_pool"))(self._address)
         self._scratch = [_Scratch()]
         self._threads = []

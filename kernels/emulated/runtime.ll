@@ -8,6 +8,7 @@ target triple = "$triple"
 declare i32 @sem_init(ptr, i32, i32)
 declare i32 @sem_post(ptr)
 declare i32 @sem_wait(ptr)
+declare i32 @sem_trywait(ptr)
 declare i32 @sched_yield()
 declare i32 @llvm.ctlz.i32(i32, i1)
 declare i64 @llvm.umax.i64(i64, i64)
@@ -250,15 +251,35 @@ define void @prepare_pool(ptr %pool) {
   ret void
 }
 
-; A helper's life: it sleeps until `run` wakes it, works on the program that is open, if any, and sleeps again. It ends
-; where the pool is closed: then 1 stands for the program.
+; A helper's life: it looks for the next program for as long as the pool says (`awake`), while other threads may run.
+; Then it sleeps until `run` wakes it. It works on the program that is open, if any, and begins again. It ends where the
+; pool is closed: then 1 stands for the program.
 define void @help(ptr %pool, ptr %scratch) {
 entry:
   %open = getelementptr i8, ptr %pool, i64 $pool.program
   %attached = getelementptr i8, ptr %pool, i64 $pool.attached
-  br label %sleep
+  %awake.from = getelementptr i8, ptr %pool, i64 $pool.awake
+  %awake = load i64, ptr %awake.from
+  br label %rest
+rest:
+  %since = call i64 @now()
+  br label %look
+look:
+  %none.yet = call i32 @sem_trywait(ptr %pool)
+  %called = icmp eq i32 %none.yet, 0
+  br i1 %called, label %woken, label %idle
+idle:
+  %time = call i64 @now()
+  %waited = sub i64 %time, %since
+  %more = icmp ult i64 %waited, %awake
+  br i1 %more, label %wait, label %sleep
+wait:
+  %ignored.yield = call i32 @sched_yield()
+  br label %look
 sleep:
   %ignored = call i32 @sem_wait(ptr %pool)
+  br label %woken
+woken:
   %in = atomicrmw add ptr %attached, i32 1 seq_cst
   %program = load atomic ptr, ptr %open seq_cst, align 8
   %none = icmp eq ptr %program, null
@@ -272,7 +293,7 @@ join:
   br label %leave
 leave:
   %out = atomicrmw sub ptr %attached, i32 1 seq_cst
-  br label %sleep
+  br label %rest
 end:
   ret void
 }
@@ -369,8 +390,8 @@ define internal i64 @now() {
 }
 
 ; Answers requests that another processor, a card, raises in memory (serving.py says what the words of the mail mean): it
-; runs the program of each request, until somebody stops it. It looks for the next request without a pause at first, then
-; with pauses of a share of the time since the last one. Where the service has a function `bring`, it calls that first
+; runs the program of each request, until somebody stops it. It looks for the next request without a sleep at first, then
+; with sleeps of a share of the time since the last one. Where the service has a function `bring`, it calls that first
 ; if something that the request wants has no place. Returns 0 when stopped, 1 after a program that failed, 2 after a
 ; request for which there is no program, and 3 where `bring` failed.
 define i32 @serve(ptr %pool, ptr %service, ptr %scratch) {

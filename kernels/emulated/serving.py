@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .native import MAIL, MAIL_BYTES, SERVICE, SERVICE_BYTES, Pool, explain
+from .native import AWAKE, MAIL, MAIL_BYTES, SERVICE, SERVICE_BYTES, Pool, explain
 
 MAIL_WORDS = MAIL_BYTES // 4
 WORD = {name: offset // 4 for name, offset in MAIL.items()}          # places of the words in the mail
@@ -69,7 +69,7 @@ class Service:
             for name, value in (("bring", ctypes.cast(self._bring_function, ctypes.c_void_p).value),
                                 ("wanted", supply.wanted.ctypes.data), ("places", self._lines.ctypes.data)):
                 ctypes.c_int64.from_buffer(self._struct, SERVICE[name]).value = value
-        self._pool, self._thread = Pool(), None
+        self._pool, self._thread = Pool(AWAKE), None
 
     def start(self):
         """Begins to answer. What is in the mail by now counts as answered."""
