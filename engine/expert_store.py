@@ -436,6 +436,7 @@ class ExpertStore:
                  window_bytes: int | None = None):
         self.card, self.n_slots, self.n_used, self.most_rows = card, n_slots, n_used, most_rows
         self.reads_host, self.miss, self.helper, self.window_bytes = reads_host, None, None, window_bytes
+        self.products: Array | None = None
         self.file = self.window = None
         self.host = HostCard(card, f"more than this machine's memory holds: a file in {card.cache_dir}"
                              if self.in_file else None)
@@ -505,6 +506,9 @@ class ExpertStore:
         n_chosen = len(self.layers) * self.most_rows * self.n_used
         self.chosen = card.zeros(n_chosen, np.int32, "chosen experts of decode steps")
         self._arrays = itertools.cycle([card.pinned(n_chosen, np.int32) for _ in range(REPORTS)])
+        if self._can_compute():
+            shape = self.most_rows, self.n_used + 1, next(each.on_card.n for each in self._matrices() if each.is_down)
+            self.products = card.alloc(shape, np.float32, "products beside the host's")
         if isinstance(card, PlannedCard):
             return
         self.sizes = np.array([layer.expert_bytes for layer in self.layers.values()])
@@ -519,6 +523,8 @@ class ExpertStore:
                 self._moving = itertools.cycle(moving.reshape(self.most_moving, self.slot_bytes))
         if self.reads_host is None:
             self._choose_way()
+        if not self.helper:
+            self.products = None
         if self.reads_host:
             if self.host.refusal:
                 raise CardError(self.host.refusal)
@@ -556,11 +562,14 @@ class ExpertStore:
                 f"{show_bytes(self.fewest * self.slot_bytes)} of host memory, of which {show_bytes(self.window_bytes)} "
                 "are there for it: take fewer --slots, --draft off, or a smaller weight format")
 
+    def _can_compute(self) -> bool:
+        """Whether the host's processor could compute with these experts."""
+        return self.most_rows <= MAX_ROWS and all(each.host.is_quantized for each in self._matrices())
+
     def _choose_way(self):
         """Whether experts without a slot are read over the link, or computed by the host's processor."""
         link, self.reads_host = speed_of(self.card).link, True
-        can_compute = self.most_rows <= MAX_ROWS and all(each.host.is_quantized for each in self._matrices())
-        if not can_compute or not (self.host.refusal or np.isfinite(link)):
+        if not self._can_compute() or not (self.host.refusal or np.isfinite(link)):
             return
         layers = {layer.number: layer.on_host() for layer in self.layers.values()}
         down = next(iter(layers.values())).down
@@ -570,7 +579,7 @@ class ExpertStore:
         if self.miss.is_computed or self.host.refusal:
             self.reads_host = False
             largest = self.most_rows * self.n_used, len(self.resident.slot_of[0]), int(self.sizes.max())
-            self.helper = HostExperts(self.card, self.host, layers, self.n_used, self.most_rows,
+            self.helper = HostExperts(self.card, self.host, layers, self.n_used, self.most_rows, self.products,
                                       deadline=longest_wait(*largest, speed, self.in_file), bring=bring)
 
     def check(self):

@@ -17,10 +17,12 @@ and the parts of kernels that are used here. So a result depends neither on the 
 
 Where an expert lies is data: `places` of an Experts record (kernels/operands.py) has addresses, of the card's memory or
 of host memory that the card reads. An expert whose place is (0, 0) is out of reach: expert_gemv and expert_swiglu leave
-its results as they are, and expert_down takes y[p] from `elsewhere`.
+its results as they are. With a HostRequest (kernels/host_requests.py), expert_swiglu asks the host for y[p], and
+expert_down waits for it; without one, y[p] is NaN. Each has a kernel for either case.
 
     grid of expert_gemv       32 rows of an expert         x  pairs
     grid of expert_swiglu     a block of 32 outputs        x  ranks, the shared expert first  x  rows
+                              and a block more, which asks
     grid of expert_down       8 to 32 numbers of a row     x  rows
 
   * A block of threads of expert_swiglu makes one block of the quantisation. There are more of them than SMs, some SMs

@@ -45,6 +45,7 @@ from numba.types import int32, uint32
 from kernels.bench import Case, main
 from kernels.card import CardError, show_bytes
 from kernels.emulated.card import EmulatedCard
+from kernels.emulated.native import AWAKE
 from kernels.emulated.serving import FAILED, MAIL_WORDS, Service, Supply
 from kernels.expert_gemv import expert_down, expert_gemv, expert_swiglu
 from kernels.formats import FORMATS
@@ -153,13 +154,14 @@ class HostExperts:
 
     card: the card. host: the EmulatedCard with the experts, whose threads compute; it runs nothing else from now on.
     Its arrays may lie over other memory of this machine (`Card.attach`). layers: number of a layer -> HostLayer.
-    most_rows: of a step. deadline: seconds within which an answer must come. bring(layer, experts): brings experts that
-    have no place, see Supply; None: all have one. ValueError: too many rows, or experts of floats.
+    most_rows: of a step. products: room on the card, see kernels/host_requests.py; None: it is taken. deadline: seconds
+    within which an answer must come. bring(layer, experts): brings experts that have no place, see Supply; None: all
+    have one. ValueError: too many rows, or experts of floats.
 
     Attributes: results, float32 [pairs, k], an Array of the card; see the top of this file.
     """
 
-    def __init__(self, card, host, layers, n_used, most_rows, *, deadline=DEADLINE, bring=None):
+    def __init__(self, card, host, layers, n_used, most_rows, products=None, *, deadline=DEADLINE, bring=None):
         if most_rows > MAX_ROWS:
             raise ValueError(f"a step with experts on the host has up to {MAX_ROWS} rows, not {most_rows}")
         if not all(w.is_quantized for layer in layers.values() for w in (*layer.gate_up, layer.down)):
@@ -169,7 +171,7 @@ class HostExperts:
         self.most_rows, self.k, self.n_experts = most_rows, first.down.n, len(first.down.places) - 1
         self._words, self._mail = card.mapped(MAIL_WORDS, np.uint32, "requests to the host")
         self.state = card.zeros(ARRIVED + most_rows, np.uint32, "state of requests to the host")
-        self.products = card.alloc((most_rows, n_used + 1, self.k), np.float32, "products of rows with missing experts")
+        self._products = products if products is not None else card.alloc((most_rows, n_used + 1, self.k), np.float32)
         self._wanted, self._host_wanted = card.mapped((3, 1 << size_of(most)), np.int32, "experts wanted of the host")
         self._rows, rows_here = self._mapped_rows()
         self.results, results_here = card.mapped((most, self.k), np.float32, "results of the host")
@@ -222,7 +224,7 @@ class HostExperts:
         """The HostRequest of a layer in a step of so many rows. ValueError: the host was not prepared for it."""
         if layer not in self.layers or n_rows > self.most_rows:
             raise ValueError(f"the host was not prepared for {n_rows} rows of layer {layer}")
-        return HostRequest(self._words, self._wanted, self._rows, self.results, self.state, self.products, layer,
+        return HostRequest(self._words, self._wanted, self._rows, self.results, self.state, self._products, layer,
                            self.n_experts, math.ceil(1e3 * self.deadline))
 
     # -- the engine --
@@ -292,13 +294,15 @@ def cost_of_a_miss(expert_bytes, k, link, speed):
 def measure_host(host, layers, bring=None, *, rounds=3):
     """Bytes of experts per second with which the emulated card `host` computes one expert for one row. One, because a
     layer of a step asks for one or none where most experts are on the card; several at once would take less time each.
-    layers: HostLayers, which take turns: what is measured should not be in a cache, as it is not in a step. bring: see
-    HostExperts; the rounds behind the first find the experts in memory."""
+    The host's threads sleep before, as they do where misses are rare. layers: HostLayers, which take turns: what is
+    measured should not be in a cache, as it is not in a step. bring: see HostExperts; the rounds behind the first find
+    the experts in memory."""
     with HostExperts(host, host, dict(enumerate(layers)), 1, 1, bring=bring) as experts:
         wanted, best = np.zeros(1, np.int64), math.inf
         for _ in range(rounds):
             before = experts.counts().seconds
             for number in experts.layers:
+                time.sleep(2e-9 * AWAKE)
                 experts.compute(number, wanted)
             best = min(best, experts.counts().seconds - before)
     return sum(layer.expert_bytes for layer in layers) / best
