@@ -1,5 +1,6 @@
 """Experts that the host's processor computes while the card waits: the same bits, and no wait without an end."""
 
+import ctypes
 import math
 import threading
 import time
@@ -196,6 +197,25 @@ def test_a_late_host_is_reported_and_nothing_passes_for_right(card, monkeypatch)
         trial.draw(np.random.default_rng(5), 1.0)
         np.testing.assert_array_equal(trial.run(), trial.right())
         experts.check()
+
+
+def test_a_row_that_lacks_nothing_does_not_wait(monkeypatch):
+    """The blocks of the other rows have ended, too: a single thread runs them all, and then waits."""
+    card = EmulatedCard(threads=1)
+    with held_back(monkeypatch, card, 8) as (trial, gate):
+        lacks = trial.draw(np.random.default_rng(19), 0.2).reshape(trial.rows, -1).any(axis=1)
+        assert lacks.tolist() == [False, False, True]
+        right = trial.right()
+        x = np.ctypeslib.as_array((ctypes.c_float * right.size).from_address(trial.x.ptr)).reshape(right.shape)
+        step = threading.Thread(target=trial.run)
+        step.start()
+        end = time.monotonic() + 5
+        while not (trial.experts._service.is_busy and (x[:2] == right[:2]).all()) and time.monotonic() < end:
+            time.sleep(1e-3)
+        assert (x[:2] == right[:2]).all() and (x[2] == trial.given[-1][2]).all()
+        gate[0] = 1
+        step.join()
+        np.testing.assert_array_equal(x, right)
 
 
 def test_an_end_while_the_card_waits(card, monkeypatch):
