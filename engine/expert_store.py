@@ -506,7 +506,7 @@ class ExpertStore:
         n_chosen = len(self.layers) * self.most_rows * self.n_used
         self.chosen = card.zeros(n_chosen, np.int32, "chosen experts of decode steps")
         self._arrays = itertools.cycle([card.pinned(n_chosen, np.int32) for _ in range(REPORTS)])
-        if self._can_compute():
+        if self._can_compute():                 # whether it will is not known on paper
             shape = self.most_rows, self.n_used + 1, next(each.on_card.n for each in self._matrices() if each.is_down)
             self.products = card.alloc(shape, np.float32, "products beside the host's")
         if isinstance(card, PlannedCard):
@@ -523,8 +523,6 @@ class ExpertStore:
                 self._moving = itertools.cycle(moving.reshape(self.most_moving, self.slot_bytes))
         if self.reads_host is None:
             self._choose_way()
-        if not self.helper:
-            self.products = None
         if self.reads_host:
             if self.host.refusal:
                 raise CardError(self.host.refusal)
