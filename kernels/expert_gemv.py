@@ -313,6 +313,7 @@ def swiglu_kernel(decoder, shape, shared_decoder, shared_shape, asks):
     @cuda.jit(device=True, forceinline=True)
     def multiply(shared_raw, book, q, d, wq, wd, places, experts, xq, xd, n, k, n_used, shared_q, shared_d, shared_wq,
                  shared_wd, shared_n, lane, warp):
+        """What this block of threads has to compute: 32 outputs of a pair or of the shared expert, or nothing."""
         planes = (cuda.shared.array(plane_bytes, int8, alignment=16), cuda.shared.array(plane_floats, float32))
         h, raw = cuda.shared.array(H_OF_ONE, float32), cuda.local.array(raw_shape, uint32)
         unit, rank, row = uint32(cuda.blockIdx.x), uint32(cuda.blockIdx.y), uint32(cuda.blockIdx.z)

@@ -43,6 +43,25 @@ def test_on_several_cards(resident, computes):
     assert counts["expert_computed"] > 0
 
 
+def kernels_of_a_step(**options):
+    """The names of the launches of a decode step of one row, in order."""
+    card, names = with_link(), []
+    launch, engine = card.launch, load(card, slots=1, **options)
+    engine.pipeline.set_pages(0, [0, 1])
+    engine.pipeline.place([qengine.answer_of(0, 0, 7)], 0)
+    engine.pipeline.settle()
+    card.launch = lambda kernel, *given, **how: (names.append(kernel.__name__), launch(kernel, *given, **how))
+    engine.pipeline.stages[0].launch_step(qengine.StepShape(1), 0, 0)
+    engine.close()
+    return names
+
+
+def test_a_step_that_may_ask_has_as_many_launches(computes):
+    asking, plain = kernels_of_a_step(expert_memory=MB), kernels_of_a_step()
+    assert [name.replace("asking", "expert") for name in asking] == plain
+    assert sum(name.startswith("asking") for name in asking) == 2 * sum(name == "norm_route_kernel" for name in asking)
+
+
 def test_drafts(computes):
     path = str(oracle_path("gguf/moe_mtp-Q8_0.gguf"))
     expected, _ = closing(load(with_link(), path, draft=3))
