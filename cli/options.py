@@ -24,6 +24,7 @@ examples:
   python qengine.py -m synthetic:tiny -p "Hello" --max-tokens 32    random weights: a first run without a file
   python qengine.py -m model.gguf --chat                            talk with a model
   python qengine.py -m hf:OWNER/NAME-GGUF:Q8_0 --chat               the same with one of the Hugging Face Hub
+  python qengine.py -m hf:OWNER/NAME -p "Who?" --image cat.jpg      ask about a picture
   python qengine.py -m model.gguf --serve                           OpenAI-compatible server on port 8080
   python qengine.py -m m.gguf --serve --embedding-model e.gguf      the same, with /v1/embeddings
   python qengine.py -m model.gguf --perplexity text.txt             how well the model predicts a text

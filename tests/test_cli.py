@@ -83,9 +83,10 @@ def test_help(capsys):
                    "-top-p", "-min-p", "-seed", "-repetition-penalty", "-frequency-penalty", "-presence-penalty",
                    "-thinking", "-raw", "-card", "-ctx", "-slots", "-host", "-perplexity", "-against", "-bench",
                    "-probe", "-plan", "-split", "-prompt-lengths", "-contexts", "-repeats", "-batch", "-json",
-                   "-embedding-model", "-embedding-card", "-reranking-model", "-reranking-card"):
+                   "-embedding-model", "-embedding-card", "-reranking-model", "-reranking-card", "-image", "-mmproj",
+                   "-image-tokens"):
         assert f" -{option} " in out
-    assert out.startswith("usage: python qengine.py [-m MODEL] ") and out.count("  python qengine.py") == 10
+    assert out.startswith("usage: python qengine.py [-m MODEL] ") and out.count("  python qengine.py") == 11
     assert max(map(len, out.splitlines())) <= 110
 
 
