@@ -143,6 +143,8 @@ def other_files():
         "JPEG, grey": (file_of(smooth[..., 0], "JPEG", quality=100), smooth[..., :1], 2),
         "JPEG, CMYK": (file_of(Image.frombytes("CMYK", (WIDTH, HEIGHT), cmyk.tobytes()), "JPEG", quality=100),
                        (255. - smooth) * (255 - cmyk[..., 3:]) / 255, 4),
+        "JPEG, of a camera that adds a second picture": (
+            file_of(smooth, "MPO", save_all=True, quality=100, append_images=[few.convert("RGB")]), smooth, 3),
         "WebP": (file_of(rgb, "WEBP", **lossless), rgb, 0),
         "WebP, lossy": (file_of(smooth, "WEBP", quality=100), smooth, 9),
         "WebP, alpha": (file_of(rgba, "WEBP", **lossless), on_white(rgb.astype(int), alpha.astype(int)), 1),
