@@ -10,6 +10,7 @@ import json
 import uuid
 
 from engine.request import Delta, Request, RequestError
+from engine.template import has_picture
 
 from . import chat, field_table
 from .endpoint import Endpoint, WireProtocol
@@ -17,6 +18,7 @@ from .errors import WITHOUT_TOOLS, ErrorAnswer, NotFound, explain
 from .field_table import fields_of
 from .fields import ANYTHING, BOOL, SAMPLED, SECONDS, TEXT, either, list_of, number, object_of, one_of, sampling_of
 from .grammar import Shape
+from .pictures import Sent, content_of
 from .openai import MAX_STOPS, NAME, OBJECT, STOP
 from .reply import CallArguments, CallStart, Content, Message, Thought, cause_of, kept_alive, sse, whole
 from .thinking import EFFORTS, VARIABLES, read_thinking
@@ -32,10 +34,14 @@ def block(type: str, required: dict, **optional) -> dict:
 
 TEXT_BLOCK = block("text", {"text": TEXT}, citations=ANYTHING)
 TEXTS = either(TEXT, list_of(TEXT_BLOCK))
+SOURCE = either(object_of({"type": one_of("base64"), "media_type": TEXT, "data": TEXT}, ["type", "data"]),
+                object_of({"type": one_of("url"), "url": TEXT}, ["type", "url"])) | {"x-refused": "no files are kept here"}
+IMAGE_BLOCK = block("image", {"source": SOURCE}, transformations=object_of({"oversized_image": one_of("downsize")}))
+RESULT = either(TEXT, list_of(either(TEXT_BLOCK, IMAGE_BLOCK)))
 BLOCKS = either(
-    TEXT_BLOCK, block("thinking", {"thinking": TEXT}, signature=TEXT), block("redacted_thinking", {"data": TEXT}),
+    TEXT_BLOCK, IMAGE_BLOCK, block("thinking", {"thinking": TEXT}, signature=TEXT), block("redacted_thinking", {"data": TEXT}),
     block("tool_use", {"id": TEXT, "name": TEXT, "input": OBJECT}, caller=ANYTHING, toolset_name=ANYTHING),
-    block("tool_result", {"tool_use_id": TEXT}, content=TEXTS, is_error=BOOL, toolset_name=ANYTHING))
+    block("tool_result", {"tool_use_id": TEXT}, content=RESULT, is_error=BOOL, toolset_name=ANYTHING))
 MESSAGE = object_of({"role": one_of("user", "assistant", "system"), "content": either(TEXT, list_of(BLOCKS))},
                     ["role", "content"])
 TOOL = object_of({"type": one_of("custom"), "name": NAME, "description": TEXT, "input_schema": OBJECT,
@@ -104,7 +110,7 @@ def messages(service, body: dict):
 
     def make(turn):
         answer = Answer(service.engine.name, turn.reader(), stops, shows_thoughts)
-        return [Request(**request | {"prompt_ids": turn.prompt_ids} | turn.rules)], answer
+        return [Request(**request | turn.asked)], answer
 
     return chat.respond(service, read_conversation(body), 1, make, body.get("stream", False))
 
@@ -114,9 +120,9 @@ def count_tokens(service, body: dict):
 
 
 ENDPOINTS = [Endpoint("POST", "/v1/messages", "Answer a conversation (Anthropic)", messages, PROTOCOL, MESSAGES,
-                      generates=True, kind="text"),
+                      generates=True, kind="text", may_show=True),
              Endpoint("POST", "/v1/messages/count_tokens", "How long the prompt of a conversation is", count_tokens,
-                      PROTOCOL, COUNTED, kind="text")]
+                      PROTOCOL, COUNTED, kind="text", may_show=True)]
 
 
 def read_conversation(body: dict) -> chat.Conversation:
@@ -128,7 +134,8 @@ def read_conversation(body: dict) -> chat.Conversation:
     if "budget_tokens" in asked:
         thoughts |= {"thinking_budget": asked["budget_tokens"], "budget_field": "thinking.budget_tokens"}
     system = [{"role": "system", "content": text_of(body["system"])}] if body.get("system") else []
-    conversation = system + [one for message in body["messages"] for one in read_message(message)]
+    conversation = system + [one for i, message in enumerate(body["messages"])
+                             for one in read_message(message, f"messages[{i}].content")]
     format = output.get("format") or {}
     shape = Shape("json", format["schema"], "output_config.format.schema") if format else None
     is_continued = conversation[-1]["role"] == "assistant"      # the answer continues this message
@@ -154,26 +161,46 @@ def text_of(content) -> str:
     return content if isinstance(content, str) else "\n".join(block["text"] for block in content)
 
 
-def read_message(message: dict) -> list[dict]:
-    """One of Anthropic's messages as chat templates take it: there, the result of a tool is a message of its own."""
+def read_message(message: dict, field: str) -> list[dict]:
+    """One of Anthropic's messages as chat templates take it: there, the result of a tool is a message of its own.
+    field: the request's field with its content."""
     role, content = message["role"], message["content"]
     if isinstance(content, str):
         return [{"role": role, "content": content}]
-    results = [{"role": "tool", "tool_call_id": block["tool_use_id"], "content": result_of(block)}
-               for block in content if block["type"] == "tool_result"]
+    results = [{"role": "tool", "tool_call_id": block["tool_use_id"], "content": read_result(block, f"{field}[{i}]")}
+               for i, block in enumerate(content) if block["type"] == "tool_result"]
     calls = [{"id": block["id"], "type": "function",
               "function": {"name": block["name"], "arguments": block["input"]}}
              for block in content if block["type"] == "tool_use"]
     thoughts = [block["thinking"] for block in content if block["type"] == "thinking"]
-    said = {"role": role, "content": text_of([block for block in content if block["type"] == "text"])}
+    said = {"role": role, "content": read_blocks(content, field)}
+    if role != "user" and has_picture(said["content"]):
+        raise RequestError(field, f"'{field}' holds an image, and only messages of the user and results of tools may")
     said |= {"tool_calls": calls} if calls else {}
     said |= {"reasoning_content": "\n".join(thoughts)} if thoughts else {}
     return results + ([said] if said["content"] or calls or not results else [])
 
 
-def result_of(block: dict) -> str:
-    """The text of a tool's result. The templates have no field for a failure, so the text says so."""
-    return ("Error: " if block.get("is_error") else "") + text_of(block.get("content") or "")
+def read_blocks(blocks: list[dict], field: str) -> str | list[dict]:
+    """The texts and images among some blocks, as chat templates take them."""
+    return content_of([
+        block["text"] if block["type"] == "text" else read_source(block["source"], f"{field}[{i}].source")
+        for i, block in enumerate(blocks) if block["type"] in ("text", "image")], between="\n")
+
+
+def read_source(source: dict, field: str) -> Sent:
+    """A picture from where an image block says that it is."""
+    is_url = source["type"] == "url"
+    return Sent(source["url"], f"{field}.url", is_url) if is_url else Sent(source["data"], f"{field}.data")
+
+
+def read_result(block: dict, field: str) -> str | list[dict]:
+    """The content of a tool's result. The templates have no field for a failure, so the text says so."""
+    content = block.get("content") or ""
+    content = content if isinstance(content, str) else read_blocks(content, f"{field}.content")
+    if not block.get("is_error"):
+        return content
+    return "Error: " + content if isinstance(content, str) else [{"type": "text", "text": "Error: "}, *content]
 
 
 # ---- what is answered ------------------------------------------------------------------------------------

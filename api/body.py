@@ -5,8 +5,10 @@ it 1 ns a byte, but a list or a fraction costs up to 1,000 ns: without a limit, 
 So parts are counted first, by NumPy, which gives the lock away. What is within the limits takes 0.1 s at most.
 """
 
+import contextlib
 import json
 import re
+import threading
 
 import numpy as np
 
@@ -17,15 +19,25 @@ MAX_FRACTIONS = 20_000      # numbers with a point, an exponent, or both, which 
 MAX_COMMAS = 1_100_000      # of a body, outside of its texts: as many tokens as a request for embeddings may have
 MAX_DEPTH = 100             # of a body's nesting
 MAX_DIGITS = 1 << 10        # of a number, less one: Python's time for a whole number goes with their square
+MAX_ESCAPES = 1 << 22       # backslashes; base64 of 60 MiB has a million where its slashes are escaped
+LARGE = 4 << 20             # bytes of a body from which on it is parsed alone: parsing takes six times its memory
+PARSING = threading.Lock()  # held while a large body is parsed
 HALF = re.compile(rb"\\u[dD][89a-fA-F]")        # half of a surrogate pair, escaped
 
 
 def parse_body(data: bytes) -> dict:
     """The JSON object in a request body. Raises RequestError where there is none, where it is too large to be parsed at
     once, or where text is not Unicode."""
+    with PARSING if len(data) > LARGE else contextlib.nullcontext():
+        return parse_json(data)
+
+
+def parse_json(data: bytes) -> dict:
     def refuse(constant):
         raise ValueError(f"{constant} is no JSON number")
 
+    if (n := np.count_nonzero(np.frombuffer(data, np.uint8) == ord("\\"))) > MAX_ESCAPES:
+        raise RequestError(None, f"the request body has {n} backslashes, and may have {MAX_ESCAPES}")
     unescaped = data.replace(rb"\\", b"__").replace(rb"\"", b"__")
     check_parts(outside_texts(unescaped))
     try:

@@ -7,11 +7,14 @@ import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from engine.images import expand
 from engine.request import ContextExceeded, RequestError
+from engine.sight import BLIND
 from engine.template import EFFORT, ChatTemplate, flat_content
 
 from .errors import WITHOUT_TOOLS
 from .grammar import GrammarError, Rules, Shape
+from .pictures import Sent, sent_in
 from .reply import Reply, opening_of
 from .thinking import EFFORTS
 from .tools import Tool, form_of
@@ -72,11 +75,20 @@ class Conversation:
 
 
 @dataclass(frozen=True)
-class Turn:
-    """prompt_ids and rules are arguments of Request; reader() makes a Reply for one answer."""
+class Prompt:
+    """A prompt as text, with one control token for each of the pictures that were sent. opening: how its answer
+    begins."""
 
-    prompt_ids: list[int]
-    rules: dict
+    text: str
+    opening: str
+    sent: list[Sent]
+
+
+@dataclass(frozen=True)
+class Turn:
+    """asked: arguments of Request, the prompt and what the answer must obey. reader() makes a Reply for one answer."""
+
+    asked: dict
     reader: Callable[[], Reply]
 
 
@@ -86,11 +98,14 @@ def respond(service, conversation: Conversation, n: int, make, stream: bool):
         return service.respond(n, lambda: make(prepare(service, conversation)), stream)
 
 
-def render(service, conversation: Conversation) -> tuple[str, str]:
-    """The prompt of a conversation, and how its answer begins."""
-    template, toolbox = service.ready("text").template, conversation.toolbox
+def render(service, conversation: Conversation) -> Prompt:
+    """The prompt of a conversation. Its pictures are not looked at yet."""
+    engine, toolbox, sent = service.ready("text"), conversation.toolbox, sent_in(conversation.messages)
+    template = engine.template
     if template is None:
         raise RequestError("messages", "this model has no chat template: use /v1/completions")
+    if sent and engine.eyes is None:
+        raise RequestError(sent[0].field, BLIND)
     if toolbox:
         check_tools(toolbox.tools, form_of(template.source))
     messages, switch = take_switches(join_system(conversation.messages))
@@ -104,7 +119,31 @@ def render(service, conversation: Conversation) -> tuple[str, str]:
     prompt = template.render(messages, toolbox.offered if toolbox else None, thinking,
                              conversation.add_generation_prompt, variables, conversation.timeout)
     opening = opening_of(prompt, template.source, thinking)
-    return (prompt, opening) if begun is None else continued(prompt, opening, begun, template)
+    if begun is not None:
+        prompt, opening = continued(prompt, opening, begun, template)
+    return Prompt(prompt, opening, sent)
+
+
+def encode(service, prompt: Prompt, timeout: float | None) -> dict:
+    """Arguments of Request: the token ids of a prompt, and its pictures. timeout: see `with_pictures`."""
+    return with_pictures(service, service.ready().encode(prompt.text), prompt.sent, timeout)
+
+
+def with_pictures(service, ids: list[int], sent: list[Sent], timeout: float | None = None) -> dict:
+    """Arguments of Request: token ids in which each picture has as many tokens as it needs, and the pictures.
+
+    ids: of a prompt with one token for each picture. timeout: seconds that the reading of a picture may take. Raises
+    RequestError for what is no picture, for too many, and where the chat template shows more or fewer pictures than
+    were sent; DeadlineExceeded.
+    """
+    if not sent:
+        return {"prompt_ids": ids}
+    eyes = service.ready().eyes
+    if (n_shown := ids.count(eyes.pad)) != len(sent):
+        raise RequestError("messages", "the model's chat template does not show the pictures: the prompt has places "
+                                       f"for {n_shown}, and {len(sent)} were sent")
+    pictures = service.pictures.read(eyes, sent, timeout)
+    return {"prompt_ids": expand(ids, pictures, eyes.pad), "pictures": tuple(pictures)}
 
 
 def join_system(messages: list[dict]) -> list[dict]:
@@ -148,14 +187,15 @@ def check_tools(tools: list[Tool], form):
 def count(service, conversation: Conversation) -> int:
     """Tokens of the prompt of a conversation."""
     with named_as_sent(conversation, service):
-        return len(service.ready().encode(render(service, conversation)[0]))
+        return len(encode(service, render(service, conversation), conversation.timeout)["prompt_ids"])
 
 
 def prepare(service, conversation: Conversation) -> Turn:
     """What the engine is asked for, and how its answers are read."""
     engine, toolbox = service.ready(), conversation.toolbox
-    prompt, opening = render(service, conversation)
-    prompt_ids = engine.encode(prompt)          # first, because a prompt too long needs no grammar
+    prompt = render(service, conversation)
+    asked = encode(service, prompt, conversation.timeout)       # first, because a prompt too long needs no grammar
+    opening = prompt.opening
     tokenizer, form = engine.tokenizer, form_of(engine.template.source)
     rules = rules_of(Rules(tokenizer.tags, opening), form, conversation)
     bounds = boundaries(tokenizer.tags, opening, toolbox)
@@ -163,7 +203,7 @@ def prepare(service, conversation: Conversation) -> Turn:
         check_budget(conversation.budget_field, opening, bounds)
     bounds |= budget_of(conversation, engine.template)
     tools = {tool.name: tool for tool in toolbox.tools} if toolbox else None
-    return Turn(prompt_ids, rules | bounds,
+    return Turn(asked | rules | bounds,
                 functools.partial(Reply, tokenizer, opening, form, tools, ruled="grammar" in rules))
 
 
@@ -271,7 +311,7 @@ def take_switches(messages: list[dict]) -> tuple[list[dict], bool | None]:
 
     def cleaned(content):
         if isinstance(content, list):
-            return [part | {"text": without(part["text"])} for part in content]
+            return [part | {"text": without(part["text"])} if part["type"] == "text" else part for part in content]
         return without(content) if isinstance(content, str) else content
 
     messages = [message | {"content": cleaned(message.get("content"))}

@@ -33,6 +33,7 @@ class Endpoint:
     kind: of the model that answers, "text", "embedding" or "reranking"; None: the main model, whatever it is.
     query: descriptions of what may stand behind the path's question mark, by name. The view gets those that were sent
     as arguments.
+    may_show: whether the body may hold pictures, and so be larger.
     generates: whether the view itself asks for places of open requests (see `Service.submit`). Every other request with
     a body holds one place until it is answered, because megabytes of JSON take seconds.
     """
@@ -46,6 +47,7 @@ class Endpoint:
     generates: bool = False
     query: dict = field(default_factory=dict)
     kind: str | None = None
+    may_show: bool = False
 
     @property
     def name(self) -> str:
@@ -68,12 +70,15 @@ class Endpoint:
         if self.body is None:
             return self.view(service, **arguments)
         service.ready(self.kind)
-        with service.places(1):
-            body = parse_body(flask.request.get_data())
-            check(body, self.body)
-            body = {name: value for name, value in body.items() if value is not None}
-            service.ready(self.kind, body.get("model"))
-            if not self.generates:
-                said = self.view(service, body, **arguments)
-                return said if isinstance(said, flask.Response) else flask.jsonify(said)
-        return self.view(service, body, **arguments)
+        if self.may_show:
+            flask.request.max_content_length = service.max_body
+        with service.memory_for(flask.request.content_length or 0):
+            with service.places(1):
+                body = parse_body(flask.request.get_data(cache=False))
+                check(body, self.body)
+                body = {name: value for name, value in body.items() if value is not None}
+                service.ready(self.kind, body.get("model"))
+                if not self.generates:
+                    said = self.view(service, body, **arguments)
+                    return said if isinstance(said, flask.Response) else flask.jsonify(said)
+            return self.view(service, body, **arguments)

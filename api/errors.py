@@ -9,6 +9,7 @@ from werkzeug.exceptions import GatewayTimeout, HTTPException, ServiceUnavailabl
 from engine.request import ContextExceeded, DeadlineExceeded, EngineStopped, RequestError
 
 MAX_BODY = 4 << 20          # bytes of one request: the longest context, as token ids or as escaped text
+MAX_SEEING = 64 << 20       # bytes of one request to a model that sees, where pictures may stand in it
 WITHOUT_TOOLS = "Without 'tools' it would fit"     # is said of a prompt that is too long for its tools
 PASSED_ON = "Allow", "Retry-After", "WWW-Authenticate"     # headers of HTTP errors that clients are sent
 
@@ -53,7 +54,7 @@ def explain(error: Exception) -> ErrorAnswer:
         if error.code in (404, 405):
             message = f"{flask.request.method} {flask.request.path[:80]} is not served; /openapi.json says what is"
         if error.code == 413:
-            message = f"the request body is larger than {MAX_BODY} bytes"
+            message = f"the request body is larger than {flask.request.max_content_length} bytes"
         headers = {name: value for name, value in error.get_headers() if name in PASSED_ON}
         return ErrorAnswer(error.code, message, None, headers, "invalid_api_key" if error.code == 401 else None)
     logging.getLogger("qengine").error("a request failed", exc_info=error)

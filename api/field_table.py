@@ -57,6 +57,7 @@ CACHE = "a cache changes no answer, only its speed"
 DEGREES = "and tell the chat template the nearest word that it has; without such words they limit thoughts"
 VARIABLES = "further variables of the chat template, such as enable_thinking, reasoning_effort, preserve_thinking"
 ANY_NAME = "any name is taken but that of a served model of another kind; several of one kind are told apart by it"
+PICTURES = "the server decides how pictures are read (--image-tokens)"
 ORDER = "requests take turns, a text each"
 MEASURED = "/metrics, /slots and the log say how fast requests run"
 
@@ -79,7 +80,7 @@ OPENAI = [
       for name in SAMPLING),
     *obeyed("OpenAI", BOTH, stream="the answer comes in pieces", stream_options="include_usage: the last piece counts",
             n="so many answers", stop="texts that end the answer", logit_bias="added to the logits of tokens"),
-    *obeyed("OpenAI", (CHAT,), messages="the conversation; one that ends with the assistant's message is continued",
+    *obeyed("OpenAI", (CHAT,), messages="the conversation; one that ends with the assistant's message is continued; image_url parts",
             max_completion_tokens="the same as max_tokens", tools="functions that the model may call",
             tool_choice="none, auto, required, a function, or allowed_tools",
             parallel_tool_calls="whether an answer may have several calls", logprobs="log-probabilities of the tokens",
@@ -104,7 +105,7 @@ OPENAI_RESPONSES = [
     *without_effect("OpenAI", (RESPONSES,), ANY_NAME, "model"),
     *(Field(name, "OpenAI" if name in ("temperature", "top_p") else "qengine", (RESPONSES,), OBEYED,
             SAMPLING[name][3] + OFF.get(name, "")) for name in SAMPLING if name != "max_tokens"),
-    *obeyed("OpenAI", (RESPONSES,), input="a text, or items: messages, thoughts, calls of functions and their outputs",
+    *obeyed("OpenAI", (RESPONSES,), input="a text, or items: messages, thoughts, calls of functions and their outputs; input_image parts",
             instructions="what stands in front of the input; it holds for one response",
             previous_response_id="the conversation goes on with this response, if it is kept",
             store="whether the response is kept, true by default", stream="the response comes as events",
@@ -125,11 +126,11 @@ OPENAI_RESPONSES = [
                     "prompt_cache_options"),
     *without_effect("OpenAI", (RESPONSES,), "it counts calls of OpenAI's own tools", "max_tool_calls"),
     *without_effect("OpenAI", (RESPONSES,), "pieces come as the tokens do", "stream_options"),
-    *without_effect("OpenAI", (RESPONSES,), "there are no images", "image"),
+    *without_effect("OpenAI", (RESPONSES,), "images of all turns stay in the context", "image"),
     *without_effect("vLLM", (RESPONSES,), "requests take turns by their age and length", "priority"),
     *without_effect("vLLM", (RESPONSES,), "the header X-Request-Id names a request", "request_id"),
     *without_effect("vLLM", (RESPONSES,), CACHE, "cache_salt"),
-    *without_effect("vLLM", (RESPONSES,), "there are no images", "mm_processor_kwargs"),
+    *without_effect("vLLM", (RESPONSES,), PICTURES, "mm_processor_kwargs"),
     *refusals("OpenAI", (RESPONSES,), background=("a response is made while its client waits", False),
               conversation="conversations are not kept, and 'previous_response_id' goes on with a response",
               context_management=("the server does not shorten conversations by itself", []),
@@ -159,7 +160,7 @@ VLLM = [
     *without_effect("vLLM", BOTH, "there is one grammar library", "guided_decoding_backend"),
     *without_effect("vLLM", BOTH, "vLLM itself uses it only where nothing is generated", "return_token_offsets",
                     "return_mm_kwargs", "routed_experts_prompt_start"),
-    *without_effect("vLLM", (CHAT,), "there are no images", "mm_processor_kwargs", "media_io_kwargs"),
+    *without_effect("vLLM", (CHAT,), PICTURES, "mm_processor_kwargs", "media_io_kwargs"),
     *refusals("vLLM", BOTH, use_beam_search=("answers are sampled", False),
               include_stop_str_in_output=("stop strings are not part of the text", False),
               truncate_prompt_tokens="prompts are not cut", truncation_side="prompts are not cut",
@@ -231,7 +232,7 @@ POOLING = [
     *without_effect("vLLM, Cohere", (EMBEDDINGS, RERANK), ORDER, "priority"),
     *without_effect("vLLM", (EMBEDDINGS, RERANK), "the header X-Request-Id names a request", "request_id"),
     *without_effect("vLLM", (EMBEDDINGS, RERANK), "there is no cache of texts", "cache_salt"),
-    *without_effect("vLLM", (EMBEDDINGS, RERANK), "there are no images", "mm_processor_kwargs"),
+    *without_effect("vLLM", (EMBEDDINGS, RERANK), "texts hold no images", "mm_processor_kwargs"),
     *refusals("vLLM", (EMBEDDINGS,), truncate_prompt_tokens="texts are not cut", truncation_side="texts are not cut"),
     *refusals("vLLM", (RERANK,), truncate_prompt_tokens="use 'max_tokens_per_doc' or 'truncation'",
               truncation_side=("documents are cut at their end", "right")),
@@ -255,7 +256,7 @@ ANTHROPIC = [
     *without_effect("Anthropic", (MESSAGES,), ANY_NAME, "model"),
     *(Field(name, "Anthropic" if name in ("max_tokens", "temperature", "top_k", "top_p") else "qengine", (MESSAGES,),
             OBEYED, SAMPLING[name][3]) for name in SAMPLING),
-    *obeyed("Anthropic", (MESSAGES,), messages="the conversation; one that ends with the assistant's is continued",
+    *obeyed("Anthropic", (MESSAGES,), messages="the conversation; one that ends with the assistant's is continued; image blocks",
             system="the system message", tools="functions that the model may call",
             tool_choice="auto, any, tool or none", thinking="whether the model thinks, and whether thoughts are shown",
             output_config="format: the text fits a schema. effort: how much to think, in the template's nearest word, "

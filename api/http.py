@@ -30,6 +30,7 @@ from .tls import RECORD
 CONNECTIONS = 1000          # at the same time; more than threads, or streams wait for a connection
 OTHER_FILES = 256           # that the process has open: the model, cards, caches
 AT_ONCE = 64                # connections that are accepted before those that are open get their turn
+SPARE = 3 * MAX_BODY        # bytes above the limit that a body may have, so that Flask refuses it as its protocol does
 PAUSE_SECONDS = 1           # before the next try, where the machine has no room for a connection
 POLL_MS = 1000              # between two looks at deadlines
 READ = select.POLLIN | select.POLLPRI
@@ -76,6 +77,7 @@ class Listener(waitress.server.TcpWSGIServer):
             self.next_look = now + 1
             for connection in list(self.active_channels.values()):
                 connection.keep_time()
+        self.adj.max_request_body_size = self.service.max_body + SPARE      # the model may have been loaded meanwhile
         self.has_room = self.make_room(len(self._map) - self.adj.connection_limit) and now >= self.paused_until
 
     def readable(self) -> bool:
@@ -158,7 +160,7 @@ def serving(app: flask.Flask, host: str, port: int, tls: ssl.SSLContext | None =
         inbuf_overflow=4 * RECORD,              # bytes of a body in memory; a longer one is in a file
         outbuf_high_watermark=100_000,          # bytes that an answer may be ahead of its reader
         max_request_header_size=MAX_HEAD,
-        max_request_body_size=4 * MAX_BODY)     # smaller ones Flask refuses, in the shape of the protocol
+        max_request_body_size=MAX_BODY + SPARE)     # see Listener.tend
     watched = {}                                # what waitress polls, by the number of the socket
     workers = waitress.task.ThreadedTaskDispatcher()
     workers.set_thread_count(settings.threads)

@@ -29,8 +29,19 @@ def model(service, id: str):
 
 def described(service, engine) -> dict:
     return {"id": engine.name, "object": "model", "created": service.started, "owned_by": "qengine",
-            "kind": engine.kind, "max_model_len": engine.n_ctx,                     # the latter is vLLM's name
+            "kind": engine.kind, "modalities": modalities(engine),
+            "max_model_len": engine.n_ctx,                                          # vLLM's name
             "meta": {"n_ctx": engine.n_ctx, "n_vocab": engine.tokenizer.n_vocab}}   # llama.cpp's
+
+
+def sees(engine) -> bool:
+    """Whether a model takes pictures."""
+    return engine.kind == "text" and engine.eyes is not None
+
+
+def modalities(engine) -> dict:
+    """What a model takes beside text, as llama.cpp has it."""
+    return {"vision": sees(engine), "audio": False}
 
 
 def props(service):
@@ -39,7 +50,7 @@ def props(service):
     tokenizer, template = engine.tokenizer, engine.template
     return {"default_generation_settings": slot(service, 0), "total_slots": n_slots(engine),
             "model_alias": engine.name, "model_path": engine.name,
-            "chat_template": template.source if template else "", "modalities": {"vision": False, "audio": False},
+            "chat_template": template.source if template else "", "modalities": modalities(engine),
             "eos_token": tokenizer.decode([min(tokenizer.eos_ids)], special=True),
             "build_info": BUILD, "is_sleeping": False}
 

@@ -25,7 +25,9 @@ from .endpoint import Endpoint, WireProtocol
 from .errors import ErrorAnswer, explain
 from .fields import ANYTHING, BOOL, SAMPLED, TEXT, either, list_of, object_of, one_of
 from .grammar import Rules, Shape
+from .models import sees
 from .openai import CALL, ID, MAX_LOGPROBS, MAX_STOPS, OBJECT, STOP, TOOL, ChatChoice, read_tools
+from .pictures import Sent, content_of
 from .reply import Call, Content, Message, Thought, cause_of, kept_alive, whole
 from .thinking import VARIABLES, read_thinking, thinks
 from .tools import form_of
@@ -87,7 +89,7 @@ PROTOCOL = WireProtocol("/api/", error_body)
 
 
 def chat_endpoint(service, body: dict):
-    messages = [read_message(message) for message in body.get("messages", [])]
+    messages = [read_message(message, f"messages[{i}]") for i, message in enumerate(body.get("messages", []))]
     if not messages:
         return loaded(service, body, said_in_chat)
     conversation, make = converse(body, messages, read_tools(body)), maker(service, body, said_in_chat)
@@ -95,14 +97,14 @@ def chat_endpoint(service, body: dict):
 
 
 def generate(service, body: dict):
-    check_images(body, "images")
-    if not (prompt := body.get("prompt")):
+    prompt, images = body.get("prompt", ""), body.get("images", [])
+    if not prompt and not images:
         return loaded(service, body, said_in_text)
     system, context = body.get("system"), body.get("context", [])
-    if body.get("raw") and (system or context):
-        raise RequestError("raw", "'raw' takes the prompt as it is, without 'system' and 'context'")
+    if body.get("raw") and (system or context or images):
+        raise RequestError("raw", "'raw' takes the prompt as it is, without 'system', 'context' and 'images'")
     messages = [{"role": "system", "content": system}] if system else []
-    conversation = converse(body, messages + [{"role": "user", "content": prompt}])
+    conversation = converse(body, messages + [{"role": "user", "content": read_content(images, prompt, "images")}])
     make, is_raw = maker(service, body, said_in_text), body.get("raw") or service.ready().template is None
     if not is_raw:
         return in_lines(chat.respond(service, conversation, 1, make, is_stream(body)), body)
@@ -136,11 +138,11 @@ def maker(service, body: dict, said):
         raise RequestError("top_logprobs", "'top_logprobs' needs 'logprobs' to be true")
 
     def make(turn):
-        request = options | {"prompt_ids": context + turn.prompt_ids} | turn.rules
+        request = options | turn.asked | {"prompt_ids": context + turn.asked["prompt_ids"]}
         if is_logged:
             request["top_logprobs"] = body.get("top_logprobs", 0)
         choice = ChatChoice(service.engine.tokenizer, turn.reader())
-        gives_context = said is said_in_text and not body.get("raw")
+        gives_context = said is said_in_text and not body.get("raw") and not request.get("pictures")
         return [Request(**request)], Answer(service, choice, said, begun, gives_context)
 
     return make
@@ -170,26 +172,30 @@ def converse(body: dict, messages: list[dict], toolbox=None) -> chat.Conversatio
     return chat.Conversation(messages, toolbox=toolbox, shape=shape, **thoughts)
 
 
-def read_message(message: dict) -> dict:
-    """One of Ollama's messages as chat templates take it."""
-    check_images(message, "messages")
-    said = {"role": message["role"], "content": message.get("content") or ""}
+def read_message(message: dict, field: str) -> dict:
+    """One of Ollama's messages as chat templates take it. field: the request's field with it."""
+    images, text = message.get("images") or [], message.get("content") or ""
+    if images and message["role"] not in ("user", "tool"):
+        raise RequestError(f"{field}.images", f"'{field}.images' is for messages of the user and results of tools")
+    said = {"role": message["role"], "content": read_content(images, text, f"{field}.images")}
     for ours, theirs in (("reasoning_content", "thinking"), ("tool_calls", "tool_calls"), ("name", "tool_name")):
         if message.get(theirs):
             said[ours] = message[theirs]
     return said
 
 
-def check_images(holder: dict, field: str):
-    if holder.get("images"):
-        raise RequestError(field, "'images' cannot be used: the server reads no images")
+def read_content(images: list[str], text: str, field: str) -> str | list[dict]:
+    """Images and the text that follows them, as chat templates take them. An image is base64, of which some clients
+    make a data: URL. field: the request's field with the images."""
+    sent = [Sent(image, f"{field}[{i}]", is_url=image.startswith("data:")) for i, image in enumerate(images)]
+    return content_of([*sent, text] if text else sent)
 
 
 def raw_turn(service, prompt: str, conversation: chat.Conversation) -> chat.Turn:
     """A prompt as it is, without a template; the answer is text, whatever it holds."""
     engine = service.ready()
     rules = chat.rules_of(Rules(engine.tokenizer.tags, "content"), None, conversation)
-    return chat.Turn(engine.encode(prompt), rules, Verbatim)
+    return chat.Turn({"prompt_ids": engine.encode(prompt)} | rules, Verbatim)
 
 
 class Verbatim:
@@ -227,7 +233,8 @@ class Answer:
     """The answer to one HTTP request, whole or as a stream of lines.
 
     said: `said_in_chat` or `said_in_text`. begun: when the request came, by time.perf_counter(). gives_context: whether
-    the end holds the token ids of prompt and answer, which the next request may send back.
+    the end holds the token ids of prompt and answer, which the next request may send back. Those of pictures say
+    nothing without the pictures.
     """
 
     def __init__(self, service, choice: ChatChoice, said, begun: float, gives_context: bool):
@@ -386,7 +393,8 @@ def show(service, body: dict):
                    f"{metadata['general.architecture']}.context_length": engine.n_ctx}
     is_text = engine.kind == "text"
     can = {"completion": is_text, "tools": is_text and form_of(template) is not None,
-           "thinking": is_text and "</think>" in template, "embedding": engine.kind == "embedding"}
+           "thinking": is_text and "</think>" in template, "vision": sees(engine),
+           "embedding": engine.kind == "embedding"}
     return {"license": str(metadata.get("general.license", "")), "modelfile": f"FROM {tag(engine)}\n",
             "parameters": f"num_ctx {engine.n_ctx}", "template": template, "details": family_of(engine.details),
             "model_info": model_info, "capabilities": [name for name in can if can[name]],
@@ -399,9 +407,9 @@ def version(service):
 
 ENDPOINTS = [
     Endpoint("POST", "/api/chat", "Answer a conversation (Ollama)", chat_endpoint, PROTOCOL, CHAT, generates=True,
-             kind="text"),
+             kind="text", may_show=True),
     Endpoint("POST", "/api/generate", "Answer a prompt (Ollama)", generate, PROTOCOL, GENERATE, generates=True,
-             kind="text"),
+             kind="text", may_show=True),
     Endpoint("POST", "/api/embed", "Embeddings of texts (Ollama)", embed_texts, PROTOCOL, EMBED, generates=True,
              kind="embedding"),
     Endpoint("POST", "/api/embeddings", "The embedding of a text (Ollama)", embed_prompt, PROTOCOL, OLD_EMBED,

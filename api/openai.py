@@ -16,6 +16,7 @@ from .errors import ErrorAnswer, explain
 from .field_table import fields_of
 from .fields import ANYTHING, BOOL, SAMPLED, SECONDS, TEXT, either, list_of, number, object_of, one_of, sampling_of
 from .grammar import Shape, at_least
+from .pictures import Sent, content_of
 from .reply import CallArguments, CallStart, Content, Message, Thought, cause_of, kept_alive, sse, together, whole
 from .thinking import BUDGETS, EFFORTS, VARIABLES, read_thinking, thinks
 from .tools import Tool
@@ -33,12 +34,15 @@ ID = {"type": "integer"}
 STOP = {"type": "string", "minLength": 1, "maxLength": STOP_LETTERS}
 
 PART = object_of({"type": one_of("text"), "text": TEXT}, ["type", "text"], others=True)
+DETAIL = one_of("auto", "low", "high", "original")
+PICTURE = object_of({"type": one_of("image_url"), "image_url": object_of({"url": TEXT, "detail": DETAIL}, ["url"])},
+                    ["type", "image_url"], others=True)
 CALL = object_of({"id": TEXT, "type": one_of("function"), "function": object_of(
     {"name": TEXT, "arguments": either(TEXT, OBJECT)}, ["name"], others=True)}, ["function"], others=True)
-SAID = {"content": either(TEXT, list_of(PART))}
+SAID, SHOWN = ({"content": either(TEXT, list_of(one))} for one in (PART, either(PART, PICTURE)))
 MESSAGE = either(
-    *(object_of({"role": one_of(role)} | SAID, ["role", "content"], others=True)
-      for role in ("system", "developer", "user", "tool")),
+    *(object_of({"role": one_of(role)} | said, ["role", "content"], others=True)
+      for role, said in (("system", SAID), ("developer", SAID), ("user", SHOWN), ("tool", SHOWN))),
     object_of({"role": one_of("assistant"), **SAID, "reasoning_content": TEXT, "tool_calls": list_of(CALL)}, ["role"],
               others=True))
 TOOL = object_of({"type": one_of("function"), "function": object_of(
@@ -156,7 +160,7 @@ def chat_completions(service, body: dict):
         raise RequestError("top_logprobs", "'top_logprobs' needs 'logprobs' to be true")
 
     def make(turn):
-        asked = late_end(service, request | {"prompt_ids": turn.prompt_ids} | turn.rules, body.get("min_tokens", 0))
+        asked = late_end(service, request | turn.asked, body.get("min_tokens", 0))
         requests = seeded(asked, n)
         choices = [ChatChoice(service.engine.tokenizer, turn.reader(special=request["special"])) for _ in requests]
         return requests, Answer(service, body, choices, "chatcmpl-", "chat.completion", "chat.completion.chunk")
@@ -165,7 +169,7 @@ def chat_completions(service, body: dict):
 
 
 ENDPOINTS = [Endpoint("POST", "/v1/chat/completions", "Answer a conversation", chat_completions, PROTOCOL, CHAT,
-                      generates=True, kind="text")]
+                      generates=True, kind="text", may_show=True)]
 
 
 def read_conversation(body: dict) -> chat.Conversation:
@@ -200,7 +204,22 @@ def read_messages(messages: list[dict]) -> list[dict]:
         if message.get("content") is None and not message.get("tool_calls"):       # the assistant's
             raise RequestError(f"messages[{i}].content", f"messages[{i}].content is missing")
     names = {"developer": "system"}         # OpenAI's newer name for the same role; the templates do not know it
-    return [message | {"role": names.get(message["role"], message["role"])} for message in messages]
+    return [message | {"role": names.get(message["role"], message["role"]),
+                       "content": read_content(message.get("content"), f"messages[{i}].content")}
+            for i, message in enumerate(messages)]
+
+
+def read_content(content, field: str):
+    """The content of a message as chat templates take it. field: the request's field with it."""
+    if not isinstance(content, list):
+        return content
+    return content_of([read_picture(part["image_url"], f"{field}[{i}].image_url.url") if part["type"] == "image_url"
+                       else part["text"] for i, part in enumerate(content)])
+
+
+def read_picture(image: dict, field: str) -> Sent:
+    """A picture that OpenAI's parts of contents name by its URL."""
+    return Sent(image["url"], field, is_url=True, detail=image.get("detail") or "auto")
 
 
 def read_tools(body: dict) -> chat.Toolbox | None:

@@ -6,6 +6,7 @@ import json
 
 import flask
 
+from engine import images
 from engine.guard import GUARD
 from engine.request import Fault, RequestError
 
@@ -14,6 +15,7 @@ from .endpoint import Endpoint
 from .errors import MAX_BODY
 from .fields import BOOL, TEXT, list_of, object_of
 from .log import experts_used
+from .models import sees
 from .openai import PROTOCOL
 
 
@@ -24,13 +26,14 @@ BLOCK = 1 << 12             # tokens that are written at once
 
 
 def tokenize(service, body: dict):
-    field, text = text_of(service, body)
+    field, text, sent = text_of(service, body)
     name = body.get("model")
     engine = service.engine_for("text", name) if field == "messages" else service.meant(name)
     if (n_bytes := len(text.encode())) > MAX_BYTES:
         raise RequestError(field, f"'{field}' has {n_bytes} bytes as UTF-8, and may have {MAX_BYTES}")
     add_special = body.get("add_special", False) if field == "content" else body.get("add_special_tokens", True)
     ids, pieces = engine.tokenizer.encode(text, body.get("parse_special", True), add_special), engine.tokenizer.pieces
+    ids = chat.with_pictures(service, ids, sent)["prompt_ids"]
     for wish in "with_pieces", "return_token_strs":
         if body.get(wish) and len(ids) > MAX_PIECES:
             raise RequestError(wish, f"'{field}' has {len(ids)} tokens, and '{wish}' tells of up to {MAX_PIECES}")
@@ -42,14 +45,20 @@ def tokenize(service, body: dict):
     return flask.Response(f"{{{text}}}\n", mimetype="application/json")
 
 
-def text_of(service, body: dict) -> tuple[str, str]:
-    """What is to be cut into tokens: the field that holds it, and the text."""
+def text_of(service, body: dict) -> tuple[str, str, list]:
+    """What is to be cut into tokens: the field that holds it, the text, and the pictures in it."""
     given = [name for name in ("content", "prompt", "messages") if name in body]
     if len(given) != 1:
         raise RequestError(given[1] if given else "content",
                            "one of 'content', 'prompt' and 'messages' must be there, and only one")
     field, = given
-    return field, body[field] if field != "messages" else chat.render(service, openai.read_conversation(body))[0]
+    if field != "messages":
+        return field, body[field], []
+    prompt = chat.render(service, openai.read_conversation(body))
+    if prompt.sent and not body.get("parse_special", True):
+        raise RequestError("parse_special", "'parse_special' must be true where there are pictures, which are control "
+                                            "tokens of a prompt")
+    return field, prompt.text, prompt.sent
 
 
 def written(ids: list[int], shown) -> str:
@@ -96,13 +105,13 @@ def tokenizer_info(service):
 
 def apply_template(service, body: dict):
     """The prompt that the engine is given for a chat request with these fields."""
-    prompt, _ = chat.render(service, openai.read_conversation(body))
-    return {"prompt": prompt.replace(GUARD, "")}
+    return {"prompt": chat.render(service, openai.read_conversation(body)).text.replace(GUARD, "")}
 
 
 def health(service):
     """Whether the main model can answer, and why not. Of each card: its name, and its first and last layer. Of the
-    models beside it: what they are, where, and why one has failed; the others go on."""
+    models beside it: what they are, where, and why one has failed; the others go on. sees: how many pixels of a picture
+    the model takes, and how many pictures of a request, if it takes any."""
     engine = service.engine
     lost = {"lost": [told_of(fault) for fault in service.lost]} if service.lost else {}
     if service.is_draining:
@@ -113,6 +122,9 @@ def health(service):
     beside = {"side": side} if side else {}
     if engine.reason is not None:
         return {"status": "error", **failure_of(engine), **beside}, 503
+    if sees(engine):
+        limits = engine.eyes.limits
+        beside["sees"] = {"pixels": limits.max_tokens * images.BLOCK**2, "pictures": limits.most_pictures}
     return {"status": "ok", "model": engine.name, "cards": cards_of(engine), **beside, **lost,
             "counts_pipes": engine.kind == "text" and engine.counts_pipes,
             "counts_experts": experts_used(engine) is not None}
@@ -140,10 +152,10 @@ CONVERSATION = {name: openai.CHAT["properties"][name]
 ENDPOINTS = [
     Endpoint("POST", "/tokenize", f"Token ids of a text of up to {MAX_BYTES} bytes", tokenize, PROTOCOL, object_of(
         {"content": TEXT, "add_special": BOOL, "parse_special": BOOL, "with_pieces": BOOL, "prompt": TEXT,
-         "model": TEXT, "add_special_tokens": BOOL, "return_token_strs": BOOL, **CONVERSATION})),
+         "model": TEXT, "add_special_tokens": BOOL, "return_token_strs": BOOL, **CONVERSATION}), may_show=True),
     Endpoint("POST", "/detokenize", "The text of token ids", detokenize, PROTOCOL, object_of(
         {"tokens": list_of({"type": "integer"}, 0, MAX_IDS), "model": TEXT}, ["tokens"])),
     Endpoint("GET", "/tokenizer_info", "Special tokens and the chat template", tokenizer_info, PROTOCOL),
     Endpoint("POST", "/apply-template", "The prompt of a conversation", apply_template, PROTOCOL, object_of(
-        CONVERSATION, ["messages"]), kind="text"),
+        CONVERSATION, ["messages"]), kind="text", may_show=True),
     Endpoint("GET", "/health", "Whether the server can answer", health, PROTOCOL)]

@@ -24,13 +24,15 @@ import time
 import flask
 
 from engine.request import Request, RequestError
+from engine.template import has_picture
 
 from . import chat, field_table
 from .endpoint import Endpoint
 from .errors import NotFound
 from .field_table import fields_of
 from .fields import ANYTHING, BOOL, SAMPLED, TEXT, either, list_of, number, object_of, one_of, refused
-from .openai import FORMAT, MAX_LOGPROBS, NAME, OBJECT, PROTOCOL, SHARED, read_choice, read_format, read_sampling
+from .openai import DETAIL, FORMAT, MAX_LOGPROBS, NAME, OBJECT, PROTOCOL, SHARED, read_choice, read_format, read_sampling
+from .pictures import Sent, content_of
 from .responses_stream import SEAL, Answer
 from .thinking import EFFORTS, VARIABLES, read_thinking, thinks
 from .tools import Tool
@@ -38,7 +40,8 @@ from .tools import Tool
 # ---- what may be sent ------------------------------------------------------------------------------------
 
 FUNCTION = refused("the server has no tools of its own, and clients run functions alone", "function")
-NO_TOOLS, ONLY_TEXT = {"x-refused": FUNCTION["x-refused"]}, {"x-refused": "the models read text alone"}
+NO_TOOLS = {"x-refused": FUNCTION["x-refused"]}
+ONLY_TEXT = {"x-refused": "the models read texts and pictures"}
 
 
 def typed(type: str, required: dict, **optional) -> dict:
@@ -47,7 +50,9 @@ def typed(type: str, required: dict, **optional) -> dict:
 
 
 PART = either(typed("input_text", {"text": TEXT}), typed("output_text", {"text": TEXT}),
-              typed("refusal", {"refusal": TEXT})) | ONLY_TEXT
+              typed("refusal", {"refusal": TEXT}),
+              typed("input_image", {"image_url": TEXT}, detail=DETAIL, file_id=refused(
+                  "no files are kept here, and 'image_url' holds the picture itself, as a data: URL"))) | ONLY_TEXT
 CONTENT = either(TEXT, list_of(PART))
 MESSAGE = object_of({"type": one_of("message"), "role": one_of("user", "assistant", "system", "developer"),
                      "content": CONTENT}, ["role", "content"], others=True)
@@ -105,7 +110,7 @@ def create(service, body: dict):
         return service.stored.keep(owner, response, items)
 
     def make(turn):
-        request = Request(**sampling | {"prompt_ids": turn.prompt_ids} | turn.rules)
+        request = Request(**sampling | turn.asked)
         response = told(service, body, request)
         answer = Answer(service.engine.tokenizer, turn.reader(), response, SEALED in include,
                         keep if response["store"] else None)
@@ -159,9 +164,9 @@ ONE = "/v1/responses/{response_id}"
 STREAM = {"stream": refused("a response can be streamed only while it is made", "false")}
 PAGE = {"limit": {"type": "integer", "minimum": 1, "maximum": 100}, "order": one_of("asc", "desc"), "after": TEXT}
 ENDPOINTS = [
-    Endpoint("POST", "/v1/responses", "Answer a conversation", create, PROTOCOL, RESPONSE, generates=True, kind="text"),
+    Endpoint("POST", "/v1/responses", "Answer a conversation", create, PROTOCOL, RESPONSE, generates=True, kind="text", may_show=True),
     Endpoint("POST", "/v1/responses/input_tokens", "How long the prompt of a response is", count_tokens, PROTOCOL,
-             COUNTED, kind="text"),
+             COUNTED, kind="text", may_show=True),
     Endpoint("GET", ONE, "A kept response", retrieve, PROTOCOL, query=STREAM),
     Endpoint("DELETE", ONE, "Forget a kept response", delete, PROTOCOL),
     Endpoint("POST", ONE + "/cancel", "Refused: no response is in the background", cancel, PROTOCOL),
@@ -295,19 +300,29 @@ def read_messages(items: list[dict]) -> list[dict]:
                     "id": item["call_id"], "type": "function",
                     "function": {"name": item["name"], "arguments": item["arguments"]}})
             case "function_call_output":
-                messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": text_of(item["output"])})
-            case "message" if item["role"] == "assistant":
-                assistant("content", "tool_calls")["content"] = text_of(item["content"])
+                messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": content_of_item(item["output"], f"input[{i}].output")})
             case "message":
-                role = "system" if item["role"] == "developer" else item["role"]
-                messages.append({"role": role, "content": text_of(item["content"])})
+                role, content = item["role"], content_of_item(item["content"], f"input[{i}].content")
+                if role != "user" and has_picture(content):
+                    raise RequestError(f"input[{i}].content", f"'input[{i}].content' holds an image, and only messages "
+                                                              "of the user and outputs of functions may")
+                if role == "assistant":
+                    assistant("content", "tool_calls")["content"] = content
+                else:
+                    messages.append({"role": "system" if role == "developer" else role, "content": content})
     return messages
 
 
-def text_of(content) -> str:
-    if isinstance(content, str):
-        return content
-    return "".join(part["refusal"] if part["type"] == "refusal" else part["text"] for part in content)
+def content_of_item(parts: str | list[dict], field: str) -> str | list[dict]:
+    """The content of an item as chat templates take it. field: the request's field with it."""
+    if isinstance(parts, str):
+        return parts
+    return content_of([read_picture(part, f"{field}[{i}]") if part["type"] == "input_image" else
+                       part["refusal"] if part["type"] == "refusal" else part["text"] for i, part in enumerate(parts)])
+
+
+def read_picture(part: dict, field: str) -> Sent:
+    return Sent(part["image_url"], f"{field}.image_url", is_url=True, detail=part.get("detail") or "auto")
 
 
 def read_thoughts(item: dict, i: int) -> str:

@@ -19,11 +19,15 @@ from engine.text_engine import ABILITIES, TextEngine, wrong_kind
 
 from . import log, metrics, openapi
 from .access import Access
-from .errors import MAX_BODY, NotFound, explain
+from .errors import MAX_BODY, MAX_SEEING, NotFound, explain
+from .fetch import Fetcher
+from .models import sees
+from .pictures import Pictures
 from .stored import Stored
 
 MAX_WAITING = 64            # requests that may wait beside the running ones; one more is answered 429
 POLL_SECONDS = 0.05         # between two looks for clients that hung up
+MAX_LARGE = 4 * MAX_SEEING  # bytes of all bodies together that are larger than MAX_BODY
 
 # The option of the command line that names a model of each kind.
 NAMED_BY = {"text": "-m", "embedding": "--embedding-model", "reranking": "--reranking-model"}
@@ -35,21 +39,24 @@ class Service:
     engine: of the main model, which may be of any kind. None while it loads; the answer is then 503. side: the engines
     beside it. sampling: fields of Request, for what an HTTP request leaves out; thinking: the default of the template's
     enable_thinking; template_kwargs: of its other variables. max_requests: how many requests may be open at once.
+    fetches: whether pictures of the web are fetched for clients.
     """
 
     def __init__(self, engine: TextEngine | PoolingEngine | None, side: list[PoolingEngine], sampling: dict,
-                 thinking: bool | None, template_kwargs: dict, max_requests: int):
+                 thinking: bool | None, template_kwargs: dict, max_requests: int, fetches: bool = False):
         self.engine, self.side, self.max_requests = engine, side, max_requests
         self.sampling, self.thinking, self.template_kwargs = sampling, thinking, template_kwargs
         self.started = int(time.time())
         self.changed = threading.Condition()        # guards what follows
         self.open = {}      # id -> (Generation or TextsJob, function: has its client hung up?)
         self.n_entering = 0                         # places taken by `places` for requests that are not in `open`
+        self.n_large = 0                            # bytes of bodies that `memory_for` keeps memory for
         self.is_draining = False                    # requests with a body are refused; the open ones go on
         self.closing = False
         self.is_loading = False                     # another engine is being loaded, because `engine` has failed
         self.lost = []                              # the Faults of the cards that the server goes on without
         self.stored = Stored()                      # responses, for /v1/responses
+        self.pictures = Pictures(Fetcher() if fetches else None)    # those of requests
         self.log = self.metrics = None              # a RequestLog and Metrics, set by create_app
         threading.Thread(target=self.watch, name="client watcher", daemon=True).start()
 
@@ -115,6 +122,11 @@ class Service:
         """The text of token ids, special ones included. engine: whose they are, by default that of the main model."""
         return (engine or self.engine).tokenizer.decode(ids, special=True)
 
+    @property
+    def max_body(self) -> int:
+        """Bytes that a request may have: more where the model sees, since a picture has megabytes."""
+        return MAX_SEEING if self.engine is not None and sees(self.engine) else MAX_BODY
+
     # ---- open requests ------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
@@ -136,6 +148,22 @@ class Service:
             with self.changed:
                 self.n_entering -= n
                 self.changed.notify_all()
+
+    @contextlib.contextmanager
+    def memory_for(self, n_bytes: int):
+        """Keeps memory for a body of so many bytes while the `with` body runs. Raises TooManyRequests where large
+        bodies have too much of it already."""
+        n_bytes = n_bytes if n_bytes > MAX_BODY else 0
+        with self.changed:
+            if self.n_large + n_bytes > MAX_LARGE:
+                raise TooManyRequests(f"too many large requests: they have {self.n_large} bytes together already",
+                                      retry_after=1)
+            self.n_large += n_bytes
+        try:
+            yield
+        finally:
+            with self.changed:
+                self.n_large -= n_bytes
 
     def submit(self, n: int, prepare, engine: PoolingEngine | None = None) -> tuple:
         """Hands n requests to the engine, all of them or none; returns (generations, answer). From then on their
@@ -201,29 +229,31 @@ class Service:
                 generation.cancel()
             end = time.monotonic() + timeout
             while (self.open or self.n_entering) and (left := end - time.monotonic()) > 0:
-                if self.n_entering:
-                    end_rendering()             # again and again: the next one may begin after this
+                if self.n_entering:             # again and again: the next one may begin after this
+                    end_rendering()
+                    if self.engine is not None and sees(self.engine):
+                        self.engine.eyes.close()
                 self.changed.wait(min(left, POLL_SECONDS))
             return not (self.open or self.n_entering)
 
 
 def create_app(engine: TextEngine | PoolingEngine | None = None, side=(), *, sampling: dict | None = None,
                thinking: bool | None = None, template_kwargs: dict | None = None, max_requests: int = MAX_WAITING,
-               keys=(), origins=(),
-               host: str = "127.0.0.1", log_prompts: bool = False) -> flask.Flask:
+               keys=(), origins=(), host: str = "127.0.0.1", log_prompts: bool = False,
+               fetches: bool = False) -> flask.Flask:
     """The Flask app over `engine`; app.extensions["qengine"] is its Service.
 
     Without an engine the app answers 503 until its service is given one, so it may listen while the model loads.
-    side, sampling, thinking, template_kwargs, max_requests: see `Service`. keys: API keys; where there are any, a
-    request must bring one. origins: of web pages that may ask, "*" for all. host: the address that the server is going
+    side, sampling, thinking, template_kwargs, max_requests, fetches: see `Service`. keys: API keys; where there are
+    any, a request must bring one. origins: of web pages that may ask, "*" for all. host: the address that the server is going
     to listen on. log_prompts: put the text of prompts into the log of requests.
     """
     # The protocols say that the temperature is 1. Request's own defaults are for experiments: greedy, never cut short.
     defaults = {"temperature": 1.0, "repetition_guard": True} | (sampling or {})
-    service = Service(engine, list(side), defaults, thinking, template_kwargs or {}, max_requests)
+    service = Service(engine, list(side), defaults, thinking, template_kwargs or {}, max_requests, fetches)
     app = flask.Flask("qengine", static_folder=None)
     app.extensions["qengine"] = service
-    app.config["MAX_CONTENT_LENGTH"] = MAX_BODY
+    app.config["MAX_CONTENT_LENGTH"] = MAX_BODY         # Endpoint.answer allows more where pictures may come
     app.json.sort_keys = False
 
     service.metrics = metrics.Metrics(service)

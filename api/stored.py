@@ -9,6 +9,8 @@ import json
 import threading
 from dataclasses import dataclass
 
+from .body import texts_of
+
 MAX_RESPONSES = 4096        # that are kept
 MAX_BYTES = 64 << 20        # of all kept responses together, as JSON
 MAX_ONE = 8 << 20           # of one response; a longer one is not kept
@@ -63,6 +65,8 @@ class Stored:
 
     def keep(self, owner: bytes | None, response: dict, input: list[dict]) -> bool:
         """Keeps a response and the items of its input, unless they are longer than MAX_ONE. Returns whether it does."""
+        if sum(map(len, texts_of(input))) > MAX_ONE:        # pictures: writing them as JSON would take long
+            return False
         head = {name: value for name, value in response.items() if name != "output"}
         entry = Entry(json.dumps(head).encode(), json.dumps(input).encode(),
                       {item["id"]: json.dumps(item).encode() for item in response["output"]})

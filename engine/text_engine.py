@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from engine.details import ModelDetails
+from engine.images import Reader
 from engine.request import Fault, Generation, Request, RequestError
 from engine.template import ChatTemplate
 from engine.tokenizer import Tokenizer
@@ -19,9 +20,11 @@ def wrong_kind(engine, wanted: str) -> RequestError:
 
 
 class TextOnly:
-    """What an engine of text answers to those who take it for one of another kind (engine/pooling.py)."""
+    """What an engine of text answers to those who take it for one of another kind (engine/pooling.py), and an engine
+    that reads text alone to those who ask for its eyes."""
 
     kind = "text"
+    eyes = None
 
     def embed(self, *_, **__):
         """Raises RequestError."""
@@ -48,6 +51,7 @@ class TextEngine(Protocol):
     reason: str | None                  # why the engine has stopped, a sentence; None while it works
     fault: Fault | None                 # what stopped it: card, text and time; None while it works
     counts_pipes: bool                  # whether `count_pipes` works
+    eyes: Reader | None                 # reads pictures, `pad` is their token; None: the model reads text alone
 
     @abstractmethod
     def encode(self, text: str) -> list[int]:

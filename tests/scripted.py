@@ -9,6 +9,7 @@ from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
 import qengine
 from engine.details import ModelDetails
+from engine.images import PAD, Limits, Reader
 from engine.pooling import PoolingEngine, RerankTemplate, TextsJob, unit
 from engine.request import Generation, PromptLogprobs
 from engine.speculate import MOST_DRAFTS, Drafts
@@ -27,7 +28,7 @@ NONE = [0] * MOST_DRAFTS
 
 class ScriptedEngine(TextOnly, TextEngine):
     """An engine without a model. script: a text, or a function that makes a text of the prompt. An answer is the whole
-    text, then the end.
+    text, then the end. sees: whether it takes pictures, which it reads and does not look at.
 
     requests, generations: those so far. checks: (drafts, accepted ones) of each check of every answer. Every token has the log-probability -0.5, and token 5 has -1.5. Tokens of
     prompts have -0.25, and token 5 has -1.25.
@@ -36,8 +37,9 @@ class ScriptedEngine(TextOnly, TextEngine):
     name, n_ctx, n_slots, reason, fault, counts_pipes = "scripted", 4096, 2, None, None, False
     cards = layers = checks = ()
 
-    def __init__(self, script="", template=None):
+    def __init__(self, script="", template=None, sees=False):
         self.tokenizer, self.template = shipped().tokenizer, template or shipped().template
+        self.eyes = Reader(Limits(), self.tokenizer.control[PAD]) if sees else None
         self.details = ModelDetails.of(shipped().weights)
         self.script, self.requests, self.generations = script, [], []
 

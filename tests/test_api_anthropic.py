@@ -186,7 +186,7 @@ def test_a_call_that_the_length_cuts(scripted):
 @pytest.mark.parametrize("arguments, said", [
     ({"messages": []}, "messages"), ({"max_tokens": 0}, "max_tokens"), ({"extra_body": {"oops": 1}}, "oops"),
     ({"messages": [{"role": "robot", "content": "a"}]}, "messages[0].role"),
-    ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages[0].content[0].type"),
+    ({"messages": [{"role": "user", "content": [{"type": "document"}]}]}, "messages[0].content[0].type"),
     ({"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]}, "messages[0].content[0].tool_use_id"),
     ({"messages": [*HI, {"role": "assistant", "content": [
         {"type": "tool_use", "id": "a", "name": "now", "input": {}}]}]}, "results"),

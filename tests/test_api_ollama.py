@@ -197,8 +197,8 @@ def test_every_option_is_taken(scripted, name):
 
 
 @pytest.mark.parametrize("path, body, said", [
-    ("chat", {"messages": [{"role": "user", "content": "Hi", "images": ["AAAA"]}]}, "images"),
-    ("generate", {"prompt": "Hi", "images": ["AAAA"]}, "images"),
+    ("chat", {"messages": [{"role": "user", "content": "Hi", "images": ["AAAA"]}]}, "the model has no eyes"),
+    ("generate", {"prompt": "Hi", "images": ["AAAA"]}, "the model has no eyes"),
     ("generate", {"prompt": "Hi", "template": "{{ .Prompt }}"}, "template"),
     ("generate", {"prompt": "def f(", "suffix": "return x"}, "suffix"),
     ("generate", {"prompt": "Hi", "raw": True, "system": "Be brief."}, "raw"),

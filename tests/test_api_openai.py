@@ -485,7 +485,7 @@ BROKEN = {"type": "function", "function": {"name": "f", "parameters": {"properti
     ({"tools": [BROKEN], "tool_choice": "required"}, "tools", "cannot be enforced"),
     ({"tools": TOOLS, "response_format": json_format({"not": {}})}, "response_format.json_schema.schema", "not"),
     ({"response_format": json_format({"enum": ["a" * 300_000]})}, "response_format.json_schema.schema", "letters"),
-    ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+    ({"messages": [{"role": "user", "content": [{"type": "input_audio", "input_audio": {"data": "x"}}]}]},
      "messages[0].content[0].type", "text"),
     ({"messages": [HI[0], {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": [1]}}]}]},
      "messages[1].tool_calls[0].function.arguments", "a string or an object"),

@@ -362,8 +362,8 @@ def test_kept_responses_are_bounded(monkeypatch):
     ({"input": [{"role": "robot", "content": "Hi"}]}, "input[0].role", "assistant"),
     ({"input": [{"type": "custom_tool_call", "call_id": "c", "name": "f", "input": "x"}]}, "input[0].type",
      "the server has no tools that make or take other items"),
-    ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input[0].content[0].type",
-     "the models read text alone"),
+    ({"input": [{"role": "user", "content": [{"type": "input_file", "file_url": "x"}]}]}, "input[0].content[0].type",
+     "the models read texts and pictures"),
     ({"input": [{"type": "function_call", "name": "f", "arguments": "{}"}]}, "input[0].call_id", "missing"),
     *(({"tools": [{"type": type, "name": "f"}]}, "tools[0].type", "the server has no tools of its own")
       for type in ("custom", "web_search", "file_search", "mcp", "code_interpreter", "computer", "local_shell")),

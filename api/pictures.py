@@ -1,0 +1,137 @@
+"""Pictures in requests: how protocols name them, and how they are read.
+
+A protocol makes a `Sent` of each part of a content that is a picture: base64, a data: URL, or an address of the web.
+Nothing of it is looked at then. `Pictures.read` decodes the base64, or fetches the file (api/fetch.py), and has the
+engine's eyes read it (engine/images.py).
+
+Clients send the pictures of a conversation anew with each turn. So `Pictures` keeps those that were read last.
+"""
+
+import binascii
+import collections
+import hashlib
+import threading
+from dataclasses import dataclass
+
+from engine.images import Picture, Reader
+from engine.request import RequestError
+from engine.template import has_picture
+
+MAX_KEPT = 128 << 20        # bytes of pixels that are kept; a picture of 4,096 tokens has 12.6 MB
+SLICE = 1 << 20             # letters of base64 that are decoded at once: the interpreter's lock is held for 3 ms
+MAX_HEAD = 256              # letters of a data: URL before its base64
+
+
+@dataclass(eq=False)
+class Sent:
+    """A picture as a request has it. text: base64, or a URL where `is_url` says so. field: of the request, for errors.
+    detail: OpenAI's word for how large the model is to see it; "low" for the fewest tokens. picture: once it is read,
+    since the prompt of one request may be made several times."""
+
+    text: str
+    field: str
+    is_url: bool = False
+    detail: str = "auto"
+    picture: Picture | None = None
+
+    @property
+    def part(self) -> dict:
+        """The part of a content that stands for the picture; chat templates see its type alone."""
+        return {"type": "image", "sent": self}
+
+
+def content_of(pieces: list, between: str = "") -> str | list[dict]:
+    """The content of a message from its texts and pictures (Sent), as chat templates take it: one string, or parts
+    where there are pictures. Texts that follow one another are joined with `between`."""
+    parts = []
+    for piece in pieces:
+        if isinstance(piece, Sent):
+            parts.append(piece.part)
+        elif parts and parts[-1]["type"] == "text":
+            parts[-1]["text"] += between + piece
+        else:
+            parts.append({"type": "text", "text": piece})
+    return parts if has_picture(parts) else "".join(part["text"] for part in parts)
+
+
+def sent_in(messages: list[dict]) -> list[Sent]:
+    """The pictures of a conversation, in the order in which its prompt shows them."""
+    return [part["sent"] for message in messages if has_picture(message.get("content"))
+            for part in message["content"] if part["type"] == "image"]
+
+
+class Pictures:
+    """Reads pictures for a server. fetch(url, field): the bytes of a file of the web; None: no such file is fetched."""
+
+    def __init__(self, fetch=None):
+        self.fetch, self.lock = fetch, threading.Lock()
+        self.kept = collections.OrderedDict()       # (SHA-256 of a file, most tokens) -> Picture; those used last are last
+        self.n_bytes = 0                            # of the pixels of these
+
+    def read(self, eyes: Reader, sent: list[Sent], timeout: float | None = None) -> list[Picture]:
+        """The pictures of a request. timeout: seconds that reading one of them may take. Raises RequestError for what
+        is no picture, and for too many; DeadlineExceeded."""
+        pictures = []
+        for one in sent:
+            one.picture = one.picture or self.read_one(eyes, one, timeout)
+            pictures.append(one.picture)
+            eyes.limits.check(pictures, one.field)
+        return pictures
+
+    def read_one(self, eyes: Reader, sent: Sent, timeout: float | None) -> Picture:
+        data, most = self.bytes_of(sent), eyes.limits.min_tokens if sent.detail == "low" else None
+        key = hashlib.sha256(data).digest(), most
+        with self.lock:
+            if key in self.kept:
+                self.kept.move_to_end(key)
+                return self.kept[key]
+        picture = eyes.read(data, sent.field, most, timeout)
+        self.keep(key, picture)
+        return picture
+
+    def keep(self, key: tuple, picture: Picture):
+        with self.lock:
+            if key in self.kept:                    # another request was faster
+                return
+            self.kept[key] = picture
+            self.n_bytes += picture.pixels.nbytes
+            while self.n_bytes > MAX_KEPT:
+                self.n_bytes -= self.kept.popitem(last=False)[1].pixels.nbytes
+
+    def bytes_of(self, sent: Sent) -> bytes:
+        """The bytes of a picture's file."""
+        if not sent.is_url:
+            return decoded(sent.text, sent.field)
+        scheme = sent.text[:MAX_HEAD].partition(":")[0].lower()
+        if scheme == "data":
+            return decoded(data_of(sent.text, sent.field), sent.field)
+        if scheme not in ("http", "https"):
+            raise RequestError(sent.field, f"'{sent.field}' must be a data: URL, or an address that begins with "
+                                           "https:// or http://")
+        if self.fetch is None:
+            raise RequestError(sent.field, f"'{sent.field}' is an address of the web, and this server fetches nothing "
+                                           "from there: a data: URL holds the picture itself (--allow-image-urls)")
+        return self.fetch(sent.text, sent.field)
+
+
+def data_of(url: str, field: str) -> str:
+    """The base64 in a data: URL. Which format the URL names does not matter: the file itself shows it."""
+    head = url[:MAX_HEAD].partition(",")
+    if not (head[1] and head[0].lower().endswith(";base64")):
+        raise RequestError(field, f"'{field}' is a data: URL without base64: data:image/png;base64,... is one")
+    return url[len(head[0]) + 1:]
+
+
+def decoded(text: str, field: str) -> bytes:
+    """The bytes that a base64 text stands for. Line breaks in it do not count."""
+    if "\n" in text:
+        text = text.replace("\n", "").replace("\r", "")
+    try:
+        if not text:
+            raise ValueError("it is empty")
+        if len(text) % 4 or 0 <= text.find("=") < len(text) - 2:        # which the slices below would not notice
+            raise ValueError("the padding at its end is not right")
+        return b"".join(binascii.a2b_base64(text[start:start + SLICE], strict_mode=True)
+                        for start in range(0, len(text), SLICE))
+    except ValueError as error:
+        raise RequestError(field, f"'{field}' is not base64: {str(error)[:80]}") from None

@@ -1,0 +1,378 @@
+"""Pictures in the requests of every protocol, sent by the official clients to a scripted engine that reads them."""
+
+import base64
+import json
+import random
+
+import anthropic
+import ollama
+import openai
+import pytest
+from PIL import Image
+
+from api import body, pictures, service
+from api.errors import MAX_BODY, MAX_SEEING
+from api.openapi import ENDPOINTS
+from api.pictures import SLICE, Pictures, Sent, decoded
+from engine.images import PAD, Limits
+from engine.request import RequestError
+from engine.sight import BLIND
+from engine.template import ChatTemplate
+from tests.clients import CHAT, app_of, send, serving
+from tests.longest_wait import LongestWait
+from tests.pictures import file_of, scene
+from tests.scripted import ScriptedEngine
+
+SHOWN = f"<|vision_start|>{PAD}<|vision_end|>"
+PATHS = {"/v1/chat/completions", "/v1/messages", "/v1/messages/count_tokens", "/v1/responses",
+         "/v1/responses/input_tokens", "/api/chat", "/api/generate", "/tokenize", "/apply-template"}
+
+IMAGES = [Image.fromarray(scene(256, 256, seed=1)), Image.fromarray(scene(320, 224, seed=2))]      # 64 and 70 tokens
+FILES = [file_of(image, "PNG") for image in IMAGES]
+TEXTS = [base64.b64encode(file).decode() for file in FILES]
+URLS = [f"data:image/png;base64,{text}" for text in TEXTS]
+
+
+@pytest.fixture(scope="module")
+def server():
+    """(engine, port)"""
+    engine = ScriptedEngine("Seen.", sees=True)
+    with serving(app_of(engine)) as (port, _):
+        yield engine, port
+    engine.eyes.close()
+
+
+@pytest.fixture
+def engine(server):
+    server[0].requests.clear()
+    return server[0]
+
+
+def ask_openai(port, *content, **arguments):
+    """The number of tokens of the prompt, as the answer tells it. content: texts and numbers of IMAGES."""
+    parts = [{"type": "text", "text": one} if isinstance(one, str) else
+             {"type": "image_url", "image_url": {"url": URLS[one], **arguments}} for one in content]
+    with openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0) as client:
+        return client.chat.completions.create(
+            model="m", messages=[{"role": "user", "content": parts}]).usage.prompt_tokens
+
+
+def ask_responses(port, *content, **arguments):
+    parts = [{"type": "input_text", "text": one} if isinstance(one, str) else
+             {"type": "input_image", "image_url": URLS[one], **arguments} for one in content]
+    with openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0) as client:
+        items = [{"role": "user", "content": parts}]
+        n_counted = client.responses.input_tokens.count(model="m", input=items).input_tokens
+        assert client.responses.create(model="m", input=items).usage.input_tokens == n_counted
+        return n_counted
+
+
+def ask_anthropic(port, *content):
+    parts = [{"type": "text", "text": one} if isinstance(one, str) else
+             {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": TEXTS[one]}}
+             for one in content]
+    with anthropic.Anthropic(base_url=f"http://127.0.0.1:{port}", api_key="none", max_retries=0) as client:
+        messages = [{"role": "user", "content": parts}]
+        n_counted = client.messages.count_tokens(model="m", messages=messages).input_tokens
+        assert client.messages.create(model="m", max_tokens=9, messages=messages).usage.input_tokens == n_counted
+        return n_counted
+
+
+def ask_ollama(port, *content):
+    """Ollama's images stand before the text."""
+    message = {"role": "user", "content": "".join(one for one in content if isinstance(one, str)),
+               "images": [FILES[one] for one in content if not isinstance(one, str)]}
+    return ollama.Client(f"http://127.0.0.1:{port}").chat("m", [message]).prompt_eval_count
+
+
+def ask_ollama_generate(port, *content):
+    answer = ollama.Client(f"http://127.0.0.1:{port}").generate(
+        "m", "".join(one for one in content if isinstance(one, str)),
+        images=[FILES[one] for one in content if not isinstance(one, str)])
+    assert answer.context is None           # the ids of pictures say nothing without them
+    return answer.prompt_eval_count
+
+
+ASK = {"openai": ask_openai, "responses": ask_responses, "anthropic": ask_anthropic, "ollama": ask_ollama,
+       "ollama generate": ask_ollama_generate}
+
+
+def prompt_of(engine, request) -> str:
+    """The prompt, with one pad for each picture. Every picture has as many pads in the prompt as it has tokens."""
+    left, text = iter(request.pictures), engine.tokenizer.decode(request.prompt_ids, special=True)
+    pieces = text.split("<|vision_start|>")
+    for i, piece in enumerate(pieces[1:], start=1):
+        pads, end, rest = piece.partition("<|vision_end|>")
+        assert pads == PAD * next(left).n_tokens and end
+        pieces[i] = PAD + end + rest
+    assert not list(left)
+    return "<|vision_start|>".join(pieces)
+
+
+@pytest.mark.parametrize("protocol", ASK)
+@pytest.mark.parametrize("content", [(0, "What is it?"), (1, 0, "Which is larger?"), (1,), (0, 0, 0, "Once?")], ids=len)
+def test_official_clients_send_pictures(protocol, content, server, engine):
+    """Each client says that the prompt has as many tokens as the engine was given, and the engine gets the pixels."""
+    n_tokens = ASK[protocol](server[1], *content)
+    request, numbers = engine.requests[-1], [one for one in content if not isinstance(one, str)]
+    assert n_tokens == len(request.prompt_ids) > sum((64, 70)[number] for number in numbers)
+    assert [picture.digest for picture in request.pictures] == [
+        engine.eyes.of_image(IMAGES[number]).digest for number in numbers]
+    shown = "".join(one if isinstance(one, str) else SHOWN for one in content)
+    assert f"<|im_start|>user\n{shown}<|im_end|>" in prompt_of(engine, request)
+
+
+@pytest.mark.parametrize("protocol", ["openai", "responses", "anthropic"])
+def test_pictures_stand_among_texts(protocol, server, engine):
+    ASK[protocol](server[1], "First ", 1, "then ", 0, "and that is all.")
+    assert f"First {SHOWN}then {SHOWN}and that is all." in prompt_of(engine, engine.requests[-1])
+
+
+@pytest.mark.parametrize("protocol", ["openai", "responses"])
+@pytest.mark.parametrize("detail, n_tokens", [("low", 54), ("high", 70), ("auto", 70)])
+def test_detail(protocol, detail, n_tokens, server, engine):
+    """Low: at most as many tokens as the smallest picture has, 64. The others: as many as the limits allow."""
+    ASK[protocol](server[1], 1, "What?", detail=detail)
+    [picture] = engine.requests[-1].pictures
+    assert picture.n_tokens == n_tokens
+
+
+def test_letters_that_look_like_a_picture_stay_text(server, engine):
+    ask_openai(server[1], f"{SHOWN}{PAD} is", 0, PAD)
+    request = engine.requests[-1]
+    assert request.prompt_ids.count(engine.eyes.pad) == request.pictures[0].n_tokens == 64
+    assert f"{SHOWN}{PAD} is{SHOWN}{PAD}" in engine.tokenizer.decode(request.prompt_ids, special=True).replace(
+        PAD * 64, PAD)
+
+
+def test_results_of_tools_show_pictures(server, engine):
+    use = {"type": "tool_use", "id": "1", "name": "look", "input": {}}
+    image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": TEXTS[0]}}
+    call = {"type": "function_call", "call_id": "1", "name": "look", "arguments": "{}"}
+    bodies = {
+        "/v1/messages": {"max_tokens": 9, "messages": [
+            {"role": "user", "content": "Look"}, {"role": "assistant", "content": [use]},
+            {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "1", "is_error": True, "content": [
+                image, {"type": "text", "text": "blurred"}]}]}]},
+        "/v1/responses": {"input": [{"role": "user", "content": "Look"}, call, {
+            "type": "function_call_output", "call_id": "1", "output": [
+                {"type": "input_text", "text": "Error: "}, {"type": "input_image", "image_url": URLS[0]},
+                {"type": "input_text", "text": "blurred"}]}]}}
+    for path, sent in bodies.items():
+        assert send(server[1], "POST", path, sent)[0] == 200
+        assert f"<tool_response>\nError: {SHOWN}blurred\n</tool_response>" in prompt_of(engine, engine.requests[-1])
+
+
+def test_tokens_are_counted_with_pictures(server, engine):
+    """llama.cpp's and vLLM's endpoints, too. The rendered prompt shows one token for a picture."""
+    sent = {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": URLS[1]}}]}]}
+    _, _, counted = send(server[1], "POST", "/tokenize", sent | {"add_special_tokens": False})
+    assert send(server[1], "POST", CHAT, sent)[0] == 200
+    assert counted["tokens"] == engine.requests[-1].prompt_ids and counted["count"] == len(counted["tokens"])
+    _, _, rendered = send(server[1], "POST", "/apply-template", sent)
+    assert rendered["prompt"].count(PAD) == 1
+    status, _, said = send(server[1], "POST", "/tokenize", sent | {"parse_special": False})
+    assert status == 400 and said["error"]["param"] == "parse_special"
+
+
+def test_the_server_says_whether_the_model_sees(server):
+    with serving(app_of(ScriptedEngine())) as (blind, _):
+        for port, sees in ((server[1], True), (blind, False)):
+            assert send(port, "GET", "/props")[2]["modalities"] == {"vision": sees, "audio": False}
+            assert send(port, "GET", "/v1/models")[2]["data"][0]["modalities"]["vision"] is sees
+            assert ("vision" in ollama.Client(f"http://127.0.0.1:{port}").show("m").capabilities) is sees
+            told = send(port, "GET", "/health")[2].get("sees")
+            assert told == ({"pixels": 4096 * 32 * 32, "pictures": 64} if sees else None)
+
+
+# ---- what is refused ---------------------------------------------------------------------------------------
+
+
+def image_url(url, **others):
+    return CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}, **others}]}]}
+
+
+def input_image(**part):
+    return "/v1/responses", {"input": [{"role": "user", "content": [{"type": "input_image", **part}]}]}
+
+
+def source(role="user", **given):
+    blocks = [{"type": "image", "source": given}]
+    return "/v1/messages", {"max_tokens": 9, "messages": [{"role": "user", "content": "Hi"}] * (role != "user") + [
+        {"role": role, "content": blocks}]}
+
+
+def images(text, role="user"):
+    return "/api/chat", {"model": "m", "messages": [{"role": role, "content": "Hi", "images": [text]}]}
+
+
+def generate(text, **others):
+    return "/api/generate", {"model": "m", "prompt": "Hi", "images": [text], **others}
+
+
+def message_of(said: dict) -> str:
+    """The sentence of an error, in whatever protocol's shape."""
+    return said["error"] if isinstance(said["error"], str) else said["error"]["message"]
+
+
+ADDRESS = "https://pictures.example/cat.png"
+
+
+@pytest.mark.parametrize("path, sent, says", [
+    (*image_url(ADDRESS), "'messages[0].content[0].image_url.url' is an address of the web"),
+    (*image_url("ftp://pictures.example/cat.png"), "must be a data: URL"), (*image_url("cat.png"), "must be a data: URL"),
+    (*image_url("data:image/png,abc"), "without base64"), (*image_url("data:image/png;base64;abc"), "without base64"),
+    (*image_url("data:;base64,"), "is not base64: it is empty"), (*image_url("data:;base64,A"), "is not base64"),
+    (*image_url("data:;base64,AAAA!AAA"), "is not base64"), (*image_url("data:;base64,AA=A"), "is not base64"),
+    (*image_url("data:image/png;base64,AAAA"), "messages[0].content[0].image_url.url"),
+    (*image_url(URLS[0][:len(URLS[0]) // 2 // 4 * 4]), "messages[0].content[0].image_url.url"),
+    (*input_image(image_url=ADDRESS), "'input[0].content[0].image_url' is an address of the web"),
+    (*input_image(file_id="file_1"), "'input[0].content[0].file_id' is not supported: no files are kept here"),
+    (*input_image(), "'input[0].content[0].image_url' is missing"),
+    (*input_image(image_url=URLS[0], detail="tiny"), "input[0].content[0].detail"),
+    ("/v1/responses", {"input": [{"role": "developer", "content": [{"type": "input_image", "image_url": URLS[0]}]}]},
+     "only messages of the user and outputs of functions"),
+    (*source(type="file", file_id="file_1"), "no files are kept here"),
+    (*source(type="base64", media_type="image/png", data="AAAAA"), "'messages[0].content[0].source.data' is not base64"),
+    (*source(type="url", url=ADDRESS), "'messages[0].content[0].source.url' is an address of the web"),
+    (*source("assistant", type="base64", data=TEXTS[0]), "only messages of the user and results of tools"),
+    (*images("AAAA!"), "'messages[0].images[0]' is not base64"), (*images(TEXTS[0], "system"), "messages[0].images"),
+    (*generate("?"), "'images[0]' is not base64"), (*generate(TEXTS[0], raw=True), "'raw'")])
+def test_what_is_refused(path, sent, says, server, engine):
+    status, _, said = send(server[1], "POST", path, sent)
+    assert status == 400 and says in message_of(said) and "\n" not in message_of(said)
+    assert not engine.requests
+
+
+@pytest.mark.parametrize("path, sent", [image_url(URLS[0]), input_image(image_url=URLS[0]), images(TEXTS[0]),
+                                        source(type="base64", data=TEXTS[0]), generate(TEXTS[0])])
+def test_a_model_without_eyes_says_so(path, sent):
+    engine = ScriptedEngine("Hi.")
+    answer = app_of(engine).test_client().post(path, json=sent)
+    assert answer.status_code == 400 and not engine.requests
+    assert message_of(answer.json) == BLIND
+
+
+@pytest.mark.parametrize("template, n_shown", [
+    ("{% for m in messages %}{{ m.content }}{% endfor %}", 0),
+    ("{% for m in messages %}{% for p in m.content %}{{ '<|image_pad|>' * 2 }}{% endfor %}{% endfor %}", 2)])
+def test_a_template_that_does_not_show_what_was_sent(template, n_shown):
+    """A picture must not be dropped in silence, and its tokens must not come twice."""
+    engine = ScriptedEngine("Hi.", ChatTemplate(template, [PAD]), sees=True)
+    path, sent = image_url(URLS[0])
+    answer = app_of(engine).test_client().post(path, json=sent)
+    assert answer.status_code == 400 and not engine.requests
+    assert message_of(answer.json) == (f"the model's chat template does not show the pictures: the prompt has places "
+                                       f"for {n_shown}, and 1 were sent")
+
+
+def test_limits_of_a_request(server, engine):
+    status, _, said = send(server[1], "POST", CHAT, {"messages": [{"role": "user", "content": [
+        {"type": "image_url", "image_url": {"url": URLS[0]}}] * (Limits().most_pictures + 1)}]})
+    assert status == 400 and "may have 64 pictures" in message_of(said) and not engine.requests
+
+
+# ---- turns of a conversation -------------------------------------------------------------------------------
+
+
+class CountingEyes:
+    """Eyes that count what they read. The picture of a file is the file's length."""
+
+    limits, n = Limits(), 0
+
+    def read(self, data, field, max_tokens=None, timeout=None):
+        self.n += 1
+        return Measured(len(data))
+
+
+class Measured:
+    n_tokens = 1
+
+    def __init__(self, n_bytes):
+        self.pixels = self
+        self.nbytes = n_bytes
+
+
+def sent(text: str, detail="auto") -> Sent:
+    return Sent(base64.b64encode(text.encode()).decode(), "images", detail=detail)
+
+
+def test_a_picture_of_an_earlier_turn_is_not_read_again():
+    kept, eyes = Pictures(), CountingEyes()
+    first = kept.read(eyes, [sent("a"), sent("b")])
+    again = kept.read(eyes, [sent("a"), sent("b"), sent("c"), sent("a")])
+    assert eyes.n == 3 and again == [*first, again[2], first[0]]
+    assert kept.read(eyes, [sent("a", "low")]) != [first[0]] and eyes.n == 4
+
+
+def test_pictures_are_kept_within_bounds(monkeypatch):
+    monkeypatch.setattr(pictures, "MAX_KEPT", 10)
+    kept, eyes = Pictures(), CountingEyes()
+    kept.read(eyes, [sent("aaaa"), sent("bbbb"), sent("aaaa"), sent("cccc")])       # b makes room
+    assert kept.n_bytes == 8 and eyes.n == 3
+    kept.read(eyes, [sent("aaaa"), sent("cccc"), sent("bbbb")])
+    assert eyes.n == 4
+    kept.read(eyes, [sent("d" * 11)])
+    assert kept.n_bytes == 0 and not kept.kept
+
+
+# ---- megabytes ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("n_bytes", [1, 2, 3, SLICE - 1, SLICE, SLICE * 3 // 4, 3 * SLICE + 1])
+def test_base64_in_slices(n_bytes):
+    data = random.Random(n_bytes).randbytes(n_bytes)
+    text = base64.b64encode(data).decode()
+    assert decoded(text, "images") == decoded(base64.encodebytes(data).decode(), "images") == data
+    for bad in (text[:-1], text + "=", text + text if n_bytes % 3 else text[:-2], text[:SLICE - 1] + "*" + text[SLICE:]):
+        with pytest.raises(RequestError, match="'images' is not base64"):
+            decoded(bad, "images")
+
+
+@pytest.mark.parametrize("slash", ["/", "\\/"])
+def test_megabytes_of_base64_keep_no_thread_waiting(slash):
+    """60 MiB, which is the most that a request may have. The shortest of three waits counts, see test_body.py."""
+    data = random.Random(3).randbytes(45 << 20)
+    written = json.dumps({"images": [base64.b64encode(data).decode()]}).replace("/", slash).encode()
+    assert len(written) < MAX_SEEING
+    waits = []
+    for _ in range(3):
+        with LongestWait() as wait:
+            text = body.parse_body(written)["images"][0]
+            assert decoded(text, "images") == data
+        waits.append(wait.longest)
+    assert min(waits) < 0.2
+
+
+def test_bodies_may_be_large_where_the_model_sees(server, engine):
+    path, sent = image_url(URLS[0])
+    whole = json.dumps(sent).encode()
+    for n_bytes, status in ((MAX_SEEING, 200), (MAX_SEEING + 1, 413)):
+        assert send(server[1], "POST", path, whole + b" " * (n_bytes - len(whole)))[0] == status
+    told = send(server[1], "POST", "/v1/completions", b'{"prompt": "Hi"}' + b" " * MAX_BODY)
+    assert told[0] == 413 and told[2]["error"]["message"] == f"the request body is larger than {MAX_BODY} bytes"
+    with serving(app_of(ScriptedEngine())) as (blind, _):
+        assert send(blind, "POST", path, whole + b" " * MAX_BODY)[0] == 413
+    assert {endpoint.path for endpoint in ENDPOINTS if endpoint.may_show} == PATHS
+
+
+def test_large_bodies_have_bounded_memory(monkeypatch):
+    """Small ones are answered all the same. What a large one has held is given back."""
+    monkeypatch.setattr(service, "MAX_LARGE", 2 * MAX_BODY)
+    app = app_of(ScriptedEngine("Seen.", sees=True))
+    path, sent = image_url(URLS[0])
+    large, small = json.dumps(sent).encode() + b" " * MAX_BODY, json.dumps(sent).encode()
+    with app.extensions["qengine"].memory_for(MAX_BODY + 1):
+        refused = app.test_client().post(path, data=large, content_type="application/json")
+        assert refused.status_code == 429 and "large requests" in message_of(refused.json)
+        assert refused.headers["Retry-After"] == "1"
+        assert app.test_client().post(path, data=small, content_type="application/json").status_code == 200
+    assert app.test_client().post(path, data=large, content_type="application/json").status_code == 200
+    assert app.extensions["qengine"].n_large == 0
+
+
+def test_backslashes_are_counted():
+    at_most = b'{"a":"' + b"\\n" * body.MAX_ESCAPES + b'"}'
+    assert len(body.parse_body(at_most)["a"]) == body.MAX_ESCAPES
+    with pytest.raises(RequestError, match="backslashes"):
+        body.parse_body(at_most[:-2] + b'\\n"}')

@@ -1,0 +1,193 @@
+"""Pictures of the web: what is fetched, and that nothing makes the server ask its own network."""
+
+import contextlib
+import http.server
+import socket
+import threading
+import time
+
+import pytest
+
+from api import fetch
+from api.fetch import Fetcher, is_public
+from engine.request import RequestError
+from tests.clients import CHAT, app_of
+from tests.pictures import file_of, scene
+from tests.scripted import ScriptedEngine
+
+PUBLIC, PRIVATE = "93.184.216.34", "10.0.0.1"
+PICTURE = file_of(scene(256, 256), "PNG")
+
+
+class Web(http.server.BaseHTTPRequestHandler):
+    """A web of one server on the loopback, whatever its names. Paths say what it answers."""
+
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self):
+        self.server.asked.append((self.headers["Host"], self.path))
+        kind, _, place = self.path.removeprefix("/").partition("?")
+        if kind == "slow":
+            with contextlib.suppress(OSError):
+                for _ in range(100):
+                    self.wfile.write(b"H")
+                    time.sleep(0.05)
+            return
+        self.send_response({"gone": 404, "to": 302}.get(kind, 200))
+        if kind == "to":
+            self.send_header("Location", place)
+        body = {"picture": PICTURE, "large": bytes(1 << 20), "cut": PICTURE}.get(kind, b"")
+        if kind == "chunks":
+            self.send_header("Transfer-Encoding", "chunked")
+        else:
+            self.send_header("Content-Length", str(len(body) + 9 * (kind == "cut")))
+        self.end_headers()
+        with contextlib.suppress(OSError):
+            self.wfile.write(b"3\r\nabc\r\n4\r\ndefg\r\n0\r\n\r\n" if kind == "chunks" else body)
+        self.close_connection = kind == "cut"
+
+    def log_message(self, *_):
+        pass
+
+
+class Names:
+    """A name service, and connections to the pretended web. addresses: of each name, one list for each time that it is
+    asked for. asked, connected: so far."""
+
+    def __init__(self, port: int, addresses: dict):
+        self.port, self.addresses, self.asked, self.connected = port, addresses, [], []
+
+    def resolve(self, host, port, type):
+        self.asked.append(host)
+        found = self.addresses[host]
+        found = found.pop(0) if found and isinstance(found[0], list) else found
+        return [(socket.AF_INET, type, 6, "", (address, port)) for address in found]
+
+    def connect(self, address, timeout):
+        assert address[0] == PUBLIC         # whatever a name means: the address that was checked
+        self.connected.append(address)
+        return socket.create_connection(("127.0.0.1", self.port), timeout)
+
+
+@pytest.fixture(scope="module")
+def server():
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Web) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield server
+        server.shutdown()
+
+
+@pytest.fixture
+def web(server):
+    """web(**addresses) of names: (Fetcher, Names)"""
+    server.asked = []
+
+    def make(**addresses):
+        names = Names(server.server_port, {f"{name}.example": found for name, found in addresses.items()})
+        return Fetcher(names.resolve, names.connect), names
+
+    return make
+
+
+@pytest.mark.parametrize("url, host", [
+    ("http://a.example/picture", "a.example"), ("http://a.example:8000/picture", "a.example:8000"),
+    ("http://a.example/to?/picture", "a.example"), ("http://a.example/to?http://b.example/picture", "b.example")])
+def test_pictures_are_fetched(url, host, web, server):
+    get, names = web(a=[PUBLIC], b=[PUBLIC])
+    assert get(url, "images") == PICTURE
+    assert server.asked[-1] == (host, "/picture") and len(names.asked) == len(names.connected) == len(server.asked)
+
+
+def test_a_body_in_chunks(web):
+    assert web(a=[PUBLIC])[0]("http://a.example/chunks", "images") == b"abcdefg"
+
+
+@pytest.mark.parametrize("url, says", [
+    ("http://a.example/gone", "status 404"), ("http://a.example/cut", "breaks off"),
+    ("http://a.example/to?/to?/to?/to?/to?/picture", "redirects more than 3 times"),
+    ("http://a.example/to?file:///etc/passwd", "not of the form"), ("http://a.example/to?ftp://a.example/", "not of the form"),
+    ("http://me@a.example/picture", "not of the form"), ("http:///picture", "not of the form"),
+    ("http://a.example:99999/picture", "cannot be read"), ("http://[::1/picture", "cannot be read"),
+    ("http://b.example/picture", "not a public one"), ("http://a.example/to?http://b.example/picture", "not a public one"),
+    ("http://both.example/picture", "not a public one"), ("http://none.example/picture", "not a public one")])
+def test_what_is_not_fetched(url, says, web, server):
+    get, names = web(a=[PUBLIC], b=[PRIVATE], both=[PUBLIC, PRIVATE], none=[])
+    with pytest.raises(RequestError, match=says) as error:
+        get(url, "images[0]")
+    assert error.value.field == "images[0]" and "b.example" not in {host for host, _ in server.asked}
+    assert len(names.connected) == len(server.asked)
+
+
+def test_a_name_that_changes_its_address_is_asked_for_once(web):
+    """DNS rebinding: the second answer would be the loopback. What was checked is what is connected to."""
+    get, names = web(a=[[PUBLIC], ["127.0.0.1"]])
+    assert get("http://a.example/picture", "images") == PICTURE
+    assert names.asked == ["a.example"] and names.connected == [(PUBLIC, 80)]
+    with pytest.raises(RequestError, match="not a public one"):
+        get("http://a.example/picture", "images")
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "[::1]", "2130706433", "0x7f.1", "0.0.0.0", "[::ffff:127.0.0.1]"])
+def test_the_loopback_by_all_of_its_names(host, server):
+    """With the machine's own resolver."""
+    server.asked = []
+    with pytest.raises(RequestError, match="not a public one|cannot be reached"):
+        Fetcher()(f"http://{host}:{server.server_port}/picture", "images")
+    assert not server.asked
+
+
+@pytest.mark.parametrize("address", [
+    "127.0.0.1", "127.9.9.9", "0.0.0.0", "10.1.2.3", "172.16.0.1", "192.168.1.1", "169.254.169.254", "100.64.0.1",
+    "198.18.0.1", "224.0.0.1", "239.255.255.255", "255.255.255.255", "240.0.0.1", "192.0.2.1", "::1", "::", "fe80::1",
+    "fe80::1%lo", "fc00::1", "fd12::1", "fec0::1", "ff02::1", "::ffff:127.0.0.1", "::ffff:8.8.8.8", "::7f00:1",
+    "64:ff9b::7f00:1", "64:ff9b:1::1", "2002:7f00:1::1", "2001::1", "2001:db8::1", "nonsense", ""])
+def test_addresses_that_are_not_public(address):
+    assert not is_public(address)
+
+
+@pytest.mark.parametrize("address", [PUBLIC, "1.1.1.1", "8.8.8.8", "2606:4700:4700::1111", "2a00:1450:4001::200e"])
+def test_public_addresses(address):
+    assert is_public(address)
+
+
+def test_limits(web, monkeypatch):
+    get, _ = web(a=[PUBLIC])
+    monkeypatch.setattr(fetch, "MAX_BYTES", 1 << 20)
+    assert len(get("http://a.example/large", "images")) == 1 << 20
+    monkeypatch.setattr(fetch, "MAX_BYTES", (1 << 20) - 1)
+    with pytest.raises(RequestError, match="more than 1048575 bytes"):
+        get("http://a.example/large", "images")
+
+
+def test_whoever_dawdles_is_left(web, monkeypatch):
+    """A server that sends a letter now and then, and a name service that never answers."""
+    monkeypatch.setattr(fetch, "SECONDS", 0.3)
+    get, names = web(a=[PUBLIC])
+    never = threading.Event()
+    for one in get, Fetcher(lambda *_, **__: never.wait(), names.connect):
+        started = time.monotonic()
+        with pytest.raises(RequestError, match="longer than 0.3 s"):
+            one("http://a.example/slow", "images")
+        assert time.monotonic() - started < 2
+    never.set()
+
+
+def test_certificates_are_checked(web):
+    """The server here speaks no TLS; a name in a certificate is compared with that of the URL (tests/test_tls.py has
+    certificates)."""
+    with pytest.raises(RequestError, match="SSLError"):
+        web(a=[PUBLIC])[0]("https://a.example/picture", "images")
+
+
+@pytest.mark.parametrize("fetches", [True, False])
+def test_only_where_the_command_line_says_so(fetches, web):
+    engine, (get, names) = ScriptedEngine("Seen.", sees=True), web(a=[PUBLIC])
+    app = app_of(engine, fetches=fetches)
+    service = app.extensions["qengine"]
+    assert (service.pictures.fetch is not None) == fetches
+    service.pictures.fetch = get if fetches else None
+    answer = app.test_client().post(CHAT, json={"messages": [{"role": "user", "content": [
+        {"type": "image_url", "image_url": {"url": "http://a.example/picture"}}]}]})
+    assert answer.status_code == (200 if fetches else 400) and len(names.connected) == fetches
+    assert fetches == (len(engine.requests) == 1 and engine.requests[0].pictures[0].n_tokens == 64)
+    engine.eyes.close()
