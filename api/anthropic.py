@@ -35,11 +35,13 @@ def block(type: str, required: dict, **optional) -> dict:
 TEXT_BLOCK = block("text", {"text": TEXT}, citations=ANYTHING)
 TEXTS = either(TEXT, list_of(TEXT_BLOCK))
 SOURCE = either(object_of({"type": one_of("base64"), "media_type": TEXT, "data": TEXT}, ["type", "data"]),
-                object_of({"type": one_of("url"), "url": TEXT}, ["type", "url"])) | {"x-refused": "no files are kept here"}
+                object_of({"type": one_of("url"), "url": TEXT}, ["type", "url"])) | {
+                    "x-refused": "no files are kept here"}
 IMAGE_BLOCK = block("image", {"source": SOURCE}, transformations=object_of({"oversized_image": one_of("downsize")}))
 RESULT = either(TEXT, list_of(either(TEXT_BLOCK, IMAGE_BLOCK)))
 BLOCKS = either(
-    TEXT_BLOCK, IMAGE_BLOCK, block("thinking", {"thinking": TEXT}, signature=TEXT), block("redacted_thinking", {"data": TEXT}),
+    TEXT_BLOCK, IMAGE_BLOCK,
+    block("thinking", {"thinking": TEXT}, signature=TEXT), block("redacted_thinking", {"data": TEXT}),
     block("tool_use", {"id": TEXT, "name": TEXT, "input": OBJECT}, caller=ANYTHING, toolset_name=ANYTHING),
     block("tool_result", {"tool_use_id": TEXT}, content=RESULT, is_error=BOOL, toolset_name=ANYTHING))
 MESSAGE = object_of({"role": one_of("user", "assistant", "system"), "content": either(TEXT, list_of(BLOCKS))},

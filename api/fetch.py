@@ -69,7 +69,7 @@ class Job:
             self.is_over.set()
 
     def give_up(self):
-        """Ends the job soon: what waits for the other server then fails. Called by the thread that waits for the job."""
+        """Ends the job soon: what waits for the other server then fails. The thread that waits for the job calls it."""
         self.is_given_up, connection = True, self.connection
         if connection is not None and connection.sock is not None:
             try:

@@ -80,7 +80,8 @@ OPENAI = [
       for name in SAMPLING),
     *obeyed("OpenAI", BOTH, stream="the answer comes in pieces", stream_options="include_usage: the last piece counts",
             n="so many answers", stop="texts that end the answer", logit_bias="added to the logits of tokens"),
-    *obeyed("OpenAI", (CHAT,), messages="the conversation; one that ends with the assistant's message is continued; image_url parts",
+    *obeyed("OpenAI", (CHAT,), messages="the conversation, with texts and images; one that ends with the assistant's "
+            "message is continued",
             max_completion_tokens="the same as max_tokens", tools="functions that the model may call",
             tool_choice="none, auto, required, a function, or allowed_tools",
             parallel_tool_calls="whether an answer may have several calls", logprobs="log-probabilities of the tokens",
@@ -105,7 +106,8 @@ OPENAI_RESPONSES = [
     *without_effect("OpenAI", (RESPONSES,), ANY_NAME, "model"),
     *(Field(name, "OpenAI" if name in ("temperature", "top_p") else "qengine", (RESPONSES,), OBEYED,
             SAMPLING[name][3] + OFF.get(name, "")) for name in SAMPLING if name != "max_tokens"),
-    *obeyed("OpenAI", (RESPONSES,), input="a text, or items: messages, thoughts, calls of functions and their outputs; input_image parts",
+    *obeyed("OpenAI", (RESPONSES,), input="a text, or items: messages with texts and images, thoughts, calls of functions "
+            "and their outputs",
             instructions="what stands in front of the input; it holds for one response",
             previous_response_id="the conversation goes on with this response, if it is kept",
             store="whether the response is kept, true by default", stream="the response comes as events",
@@ -256,7 +258,8 @@ ANTHROPIC = [
     *without_effect("Anthropic", (MESSAGES,), ANY_NAME, "model"),
     *(Field(name, "Anthropic" if name in ("max_tokens", "temperature", "top_k", "top_p") else "qengine", (MESSAGES,),
             OBEYED, SAMPLING[name][3]) for name in SAMPLING),
-    *obeyed("Anthropic", (MESSAGES,), messages="the conversation; one that ends with the assistant's is continued; image blocks",
+    *obeyed("Anthropic", (MESSAGES,), messages="the conversation, with texts and images; one that ends with the "
+            "assistant's is continued",
             system="the system message", tools="functions that the model may call",
             tool_choice="auto, any, tool or none", thinking="whether the model thinks, and whether thoughts are shown",
             output_config="format: the text fits a schema. effort: how much to think, in the template's nearest word, "

@@ -65,7 +65,7 @@ class Pictures:
 
     def __init__(self, fetch=None):
         self.fetch, self.lock = fetch, threading.Lock()
-        self.kept = collections.OrderedDict()       # (SHA-256 of a file, most tokens) -> Picture; those used last are last
+        self.kept = collections.OrderedDict()       # (SHA-256 of a file, most tokens) -> Picture, the latest used last
         self.n_bytes = 0                            # of the pixels of these
 
     def read(self, eyes: Reader, sent: list[Sent], timeout: float | None = None) -> list[Picture]:

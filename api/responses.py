@@ -31,7 +31,8 @@ from .endpoint import Endpoint
 from .errors import NotFound
 from .field_table import fields_of
 from .fields import ANYTHING, BOOL, SAMPLED, TEXT, either, list_of, number, object_of, one_of, refused
-from .openai import DETAIL, FORMAT, MAX_LOGPROBS, NAME, OBJECT, PROTOCOL, SHARED, read_choice, read_format, read_sampling
+from .openai import (DETAIL, FORMAT, MAX_LOGPROBS, NAME, OBJECT, PROTOCOL, SHARED, read_choice, read_format,
+                     read_sampling)
 from .pictures import Sent, content_of
 from .responses_stream import SEAL, Answer
 from .thinking import EFFORTS, VARIABLES, read_thinking, thinks
@@ -164,7 +165,8 @@ ONE = "/v1/responses/{response_id}"
 STREAM = {"stream": refused("a response can be streamed only while it is made", "false")}
 PAGE = {"limit": {"type": "integer", "minimum": 1, "maximum": 100}, "order": one_of("asc", "desc"), "after": TEXT}
 ENDPOINTS = [
-    Endpoint("POST", "/v1/responses", "Answer a conversation", create, PROTOCOL, RESPONSE, generates=True, kind="text", may_show=True),
+    Endpoint("POST", "/v1/responses", "Answer a conversation", create, PROTOCOL, RESPONSE, generates=True, kind="text",
+             may_show=True),
     Endpoint("POST", "/v1/responses/input_tokens", "How long the prompt of a response is", count_tokens, PROTOCOL,
              COUNTED, kind="text", may_show=True),
     Endpoint("GET", ONE, "A kept response", retrieve, PROTOCOL, query=STREAM),
@@ -300,7 +302,8 @@ def read_messages(items: list[dict]) -> list[dict]:
                     "id": item["call_id"], "type": "function",
                     "function": {"name": item["name"], "arguments": item["arguments"]}})
             case "function_call_output":
-                messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": content_of_item(item["output"], f"input[{i}].output")})
+                output = content_of_item(item["output"], f"input[{i}].output")
+                messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": output})
             case "message":
                 role, content = item["role"], content_of_item(item["content"], f"input[{i}].content")
                 if role != "user" and has_picture(content):

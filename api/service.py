@@ -245,8 +245,8 @@ def create_app(engine: TextEngine | PoolingEngine | None = None, side=(), *, sam
 
     Without an engine the app answers 503 until its service is given one, so it may listen while the model loads.
     side, sampling, thinking, template_kwargs, max_requests, fetches: see `Service`. keys: API keys; where there are
-    any, a request must bring one. origins: of web pages that may ask, "*" for all. host: the address that the server is going
-    to listen on. log_prompts: put the text of prompts into the log of requests.
+    any, a request must bring one. origins: of web pages that may ask, "*" for all. host: the address that the server is
+    going to listen on. log_prompts: put the text of prompts into the log of requests.
     """
     # The protocols say that the temperature is 1. Request's own defaults are for experiments: greedy, never cut short.
     defaults = {"temperature": 1.0, "repetition_guard": True} | (sampling or {})

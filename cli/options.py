@@ -38,7 +38,7 @@ TASKS = "prompt", "chat", "serve", "perplexity", "bench", "probe", "plan", "prin
 
 # Options that do nothing unless one of the options beside them is there, too.
 GOES_WITH = {"raw": ["prompt"], "slots": ["serve", "plan", "print_config"], "kv_tokens": ["serve", "plan"],
-             **dict.fromkeys(["host", "api_key", "api_key_file", "cors", "log_prompts", "go_on", "tls_cert", "tls_key",
+             **dict.fromkeys(["host", "api_key", "api_key_file", "cors", "allow_image_urls", "log_prompts", "go_on", "tls_cert", "tls_key",
                              "drain"], ["serve"]),
              **dict.fromkeys(["checkpoint_memory", "checkpoint_host_memory"], ["serve", "chat", "plan"]),
              **dict.fromkeys(["embedding_model", "reranking_model"], ["serve", "plan"]),
@@ -245,6 +245,8 @@ def add_server(parser: Parser):
     server.add_argument("--drain", metavar="SECONDS", type=within(float, 0, 86400), default=DRAIN_SECONDS,
                         help="after SIGTERM or SIGHUP new requests are refused, and running ones may go on for so long "
                              f"(default: {DRAIN_SECONDS}); a second signal ends the wait")
+    server.add_argument("--allow-image-urls", action="store_true",
+                        help="fetch pictures that requests name by an address of the web, from public addresses only")
     server.add_argument("--log-prompts", action="store_true", help="write the text of prompts into the log of requests")
 
     server.add_argument("--go-on", action="store_true",

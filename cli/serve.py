@@ -27,7 +27,8 @@ def run_server(options, sampling: dict, wishes: Wishes) -> int:
     tls = read_certificate(options.tls_cert, options.tls_key) if options.tls_cert else None
     app = create_app(sampling=sampling, thinking=wishes.thinking, template_kwargs=wishes.template_kwargs,
                      max_requests=options.slots + MAX_WAITING, keys=keys,
-                     origins=origins, host=options.host, log_prompts=options.log_prompts)
+                     origins=origins, host=options.host, log_prompts=options.log_prompts,
+                     fetches=options.allow_image_urls)
     service = app.extensions["qengine"]
     with contextlib.ExitStack() as stack:
         stack.enter_context(on_stderr(service.log))

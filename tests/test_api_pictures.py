@@ -22,6 +22,7 @@ from tests.clients import CHAT, app_of, send, serving
 from tests.longest_wait import LongestWait
 from tests.pictures import file_of, scene
 from tests.scripted import ScriptedEngine
+from tests.test_body import SECONDS
 
 SHOWN = f"<|vision_start|>{PAD}<|vision_end|>"
 PATHS = {"/v1/chat/completions", "/v1/messages", "/v1/messages/count_tokens", "/v1/responses",
@@ -189,7 +190,8 @@ def test_the_server_says_whether_the_model_sees(server):
 
 
 def image_url(url, **others):
-    return CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}, **others}]}]}
+    parts = [{"type": "image_url", "image_url": {"url": url, **others}}]
+    return CHAT, {"messages": [{"role": "user", "content": parts}]}
 
 
 def input_image(**part):
@@ -220,7 +222,8 @@ ADDRESS = "https://pictures.example/cat.png"
 
 @pytest.mark.parametrize("path, sent, says", [
     (*image_url(ADDRESS), "'messages[0].content[0].image_url.url' is an address of the web"),
-    (*image_url("ftp://pictures.example/cat.png"), "must be a data: URL"), (*image_url("cat.png"), "must be a data: URL"),
+    (*image_url("ftp://pictures.example/cat.png"), "must be a data: URL"),
+    (*image_url("cat.png"), "must be a data: URL"), (*image_url(URLS[0], detail="tiny"), "image_url.detail"),
     (*image_url("data:image/png,abc"), "without base64"), (*image_url("data:image/png;base64;abc"), "without base64"),
     (*image_url("data:;base64,"), "is not base64: it is empty"), (*image_url("data:;base64,A"), "is not base64"),
     (*image_url("data:;base64,AAAA!AAA"), "is not base64"), (*image_url("data:;base64,AA=A"), "is not base64"),
@@ -233,7 +236,7 @@ ADDRESS = "https://pictures.example/cat.png"
     ("/v1/responses", {"input": [{"role": "developer", "content": [{"type": "input_image", "image_url": URLS[0]}]}]},
      "only messages of the user and outputs of functions"),
     (*source(type="file", file_id="file_1"), "no files are kept here"),
-    (*source(type="base64", media_type="image/png", data="AAAAA"), "'messages[0].content[0].source.data' is not base64"),
+    (*source(type="base64", data="AAAAA"), "'messages[0].content[0].source.data' is not base64"),
     (*source(type="url", url=ADDRESS), "'messages[0].content[0].source.url' is an address of the web"),
     (*source("assistant", type="base64", data=TEXTS[0]), "only messages of the user and results of tools"),
     (*images("AAAA!"), "'messages[0].images[0]' is not base64"), (*images(TEXTS[0], "system"), "messages[0].images"),
@@ -324,24 +327,25 @@ def test_base64_in_slices(n_bytes):
     data = random.Random(n_bytes).randbytes(n_bytes)
     text = base64.b64encode(data).decode()
     assert decoded(text, "images") == decoded(base64.encodebytes(data).decode(), "images") == data
-    for bad in (text[:-1], text + "=", text + text if n_bytes % 3 else text[:-2], text[:SLICE - 1] + "*" + text[SLICE:]):
+    twice = text + text if n_bytes % 3 else text[:-2]           # with padding in the middle, or cut
+    for bad in (text[:-1], text + "=", twice, text[:SLICE - 1] + "*" + text[SLICE:]):
         with pytest.raises(RequestError, match="'images' is not base64"):
             decoded(bad, "images")
 
 
 @pytest.mark.parametrize("slash", ["/", "\\/"])
 def test_megabytes_of_base64_keep_no_thread_waiting(slash):
-    """60 MiB, which is the most that a request may have. The shortest of three waits counts, see test_body.py."""
+    """60 MiB, nearly the most that a request may have. The shortest of five waits counts, see test_body.py."""
     data = random.Random(3).randbytes(45 << 20)
     written = json.dumps({"images": [base64.b64encode(data).decode()]}).replace("/", slash).encode()
     assert len(written) < MAX_SEEING
-    waits = []
-    for _ in range(3):
+    for _ in range(5):
         with LongestWait() as wait:
             text = body.parse_body(written)["images"][0]
             assert decoded(text, "images") == data
-        waits.append(wait.longest)
-    assert min(waits) < 0.2
+        if wait.longest < SECONDS:
+            break
+    assert wait.longest < SECONDS
 
 
 def test_bodies_may_be_large_where_the_model_sees(server, engine):

@@ -3,10 +3,12 @@
 import contextlib
 import http.server
 import socket
+import ssl
 import threading
 import time
 
 import pytest
+import trustme
 
 from api import fetch
 from api.fetch import Fetcher, is_public
@@ -105,10 +107,12 @@ def test_a_body_in_chunks(web):
 @pytest.mark.parametrize("url, says", [
     ("http://a.example/gone", "status 404"), ("http://a.example/cut", "breaks off"),
     ("http://a.example/to?/to?/to?/to?/to?/picture", "redirects more than 3 times"),
-    ("http://a.example/to?file:///etc/passwd", "not of the form"), ("http://a.example/to?ftp://a.example/", "not of the form"),
+    ("http://a.example/to?file:///etc/passwd", "not of the form"),
+    ("http://a.example/to?ftp://a.example/", "not of the form"),
     ("http://me@a.example/picture", "not of the form"), ("http:///picture", "not of the form"),
     ("http://a.example:99999/picture", "cannot be read"), ("http://[::1/picture", "cannot be read"),
-    ("http://b.example/picture", "not a public one"), ("http://a.example/to?http://b.example/picture", "not a public one"),
+    ("http://b.example/picture", "not a public one"),
+    ("http://a.example/to?http://b.example/picture", "not a public one"),
     ("http://both.example/picture", "not a public one"), ("http://none.example/picture", "not a public one")])
 def test_what_is_not_fetched(url, says, web, server):
     get, names = web(a=[PUBLIC], b=[PRIVATE], both=[PUBLIC, PRIVATE], none=[])
@@ -127,7 +131,8 @@ def test_a_name_that_changes_its_address_is_asked_for_once(web):
         get("http://a.example/picture", "images")
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "[::1]", "2130706433", "0x7f.1", "0.0.0.0", "[::ffff:127.0.0.1]"])
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "[::1]", "2130706433", "0x7f.1", "0.0.0.0",
+                                  "[::ffff:127.0.0.1]"])
 def test_the_loopback_by_all_of_its_names(host, server):
     """With the machine's own resolver."""
     server.asked = []
@@ -172,11 +177,32 @@ def test_whoever_dawdles_is_left(web, monkeypatch):
     never.set()
 
 
-def test_certificates_are_checked(web):
-    """The server here speaks no TLS; a name in a certificate is compared with that of the URL (tests/test_tls.py has
-    certificates)."""
-    with pytest.raises(RequestError, match="SSLError"):
-        web(a=[PUBLIC])[0]("https://a.example/picture", "images")
+def test_certificates_are_checked(web, monkeypatch):
+    """A certificate must be for the name in the URL, and of an authority that this machine knows."""
+    authority, make = trustme.CA(), ssl.create_default_context
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Web) as server:
+        server.asked, tls = [], ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        authority.issue_cert("a.example").configure_cert(tls)
+        server.socket = tls.wrap_socket(server.socket, server_side=True)
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        get, names = web(a=[PUBLIC], b=[PUBLIC])
+        names.port = server.server_port
+
+        def refused(url):
+            with pytest.raises(RequestError, match="SSLCertVerificationError"):
+                get(url, "images")
+
+        refused("https://a.example/picture")
+        monkeypatch.setattr(ssl, "create_default_context", lambda: knowing(make(), authority))
+        assert get("https://a.example/picture", "images") == PICTURE and server.asked == [("a.example", "/picture")]
+        assert names.connected[-1] == (PUBLIC, 443)
+        refused("https://b.example/picture")
+        server.shutdown()
+
+
+def knowing(context: ssl.SSLContext, authority: trustme.CA) -> ssl.SSLContext:
+    authority.configure_trust(context)
+    return context
 
 
 @pytest.mark.parametrize("fetches", [True, False])
