@@ -38,8 +38,8 @@ TASKS = "prompt", "chat", "serve", "perplexity", "bench", "probe", "plan", "prin
 
 # Options that do nothing unless one of the options beside them is there, too.
 GOES_WITH = {"raw": ["prompt"], "slots": ["serve", "plan", "print_config"], "kv_tokens": ["serve", "plan"],
-             **dict.fromkeys(["host", "api_key", "api_key_file", "cors", "allow_image_urls", "log_prompts", "go_on", "tls_cert", "tls_key",
-                             "drain"], ["serve"]),
+             **dict.fromkeys(["host", "api_key", "api_key_file", "cors", "allow_image_urls", "log_prompts", "go_on",
+                             "tls_cert", "tls_key", "drain"], ["serve"]),
              **dict.fromkeys(["checkpoint_memory", "checkpoint_host_memory"], ["serve", "chat", "plan"]),
              **dict.fromkeys(["embedding_model", "reranking_model"], ["serve", "plan"]),
              "embedding_card": ["embedding_model"], "reranking_card": ["reranking_model"],

@@ -10,8 +10,8 @@ from tests.scripted import END, ScriptedEngine
 class PacedEngine(ScriptedEngine):
     """Writes a token every `pace` seconds until it is cancelled; the first one comes after `delay`."""
 
-    def __init__(self, script="", pace=0.0, delay=0.0):
-        super().__init__(script)
+    def __init__(self, script="", pace=0.0, delay=0.0, sees=False):
+        super().__init__(script, sees=sees)
         self.pace, self.delay = pace, delay
 
     def submit(self, request):

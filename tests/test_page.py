@@ -1,18 +1,24 @@
 """The chat page in a headless Chromium, over a scripted engine: elements are found as screen readers name them."""
 
+import base64
 import contextlib
+import io
 import json
 import re
 import shutil
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
+from PIL import Image
 from playwright.sync_api import expect, sync_playwright
 
+from engine.images import Limits
 from engine.request import EngineStopped
 from tests.clients import app_of, serving, wait_until
 from tests.paced import PacedEngine
+from tests.pictures import file_of, scene
 
 MARKDOWN = """\
 # Title
@@ -318,6 +324,193 @@ def test_settings_that_cannot_be_are_not_sent(page, engine):
     say(page, "hello")
     expect(answers(page)).to_contain_text("You said hello.")
     assert engine.requests[-1].temperature == 1
+
+
+# ---- pictures ----------------------------------------------------------------------------------------------
+
+PHOTO = {"name": "photo.png", "mimeType": "image/png", "buffer": file_of(scene(320, 224, seed=1), "PNG")}
+OTHER = {"name": "other.jpg", "mimeType": "image/jpeg", "buffer": file_of(scene(256, 256, seed=2), "JPEG")}
+GIVE = """([kind, text, types]) => {
+    const data = new DataTransfer(), bytes = Uint8Array.from(atob(text), letter => letter.charCodeAt(0));
+    data.items.add(new File([bytes], "given.png", {type: "image/png"}));
+    for (const type of types) data.setData(type, "cells");
+    const event = kind === "paste" ? new ClipboardEvent(kind, {clipboardData: data, bubbles: true, cancelable: true})
+        : new DragEvent(kind, {dataTransfer: data, bubbles: true, cancelable: true});
+    document.getElementById("text").dispatchEvent(event);
+    return event.defaultPrevented;
+}"""        # what a paste or a drop does, of a file and of texts of these types
+
+
+@pytest.fixture
+def seeing(open_page):
+    """(engine, page) of a model with eyes"""
+    engine = PacedEngine(script, pace=0.002, sees=True)
+    page = open_page(app=app_of(engine))
+    page.wait_for_function("sees !== null")
+    yield engine, page
+    engine.eyes.close()
+
+
+def chosen(page):
+    return page.get_by_role("group", name="Chosen pictures").get_by_role("img")
+
+
+def add(page, *files):
+    page.locator("#files").set_input_files(list(files))
+
+
+def told(engine) -> list:
+    """How many tokens each picture of the last request has."""
+    return [picture.n_tokens for picture in engine.requests[-1].pictures]
+
+
+def test_pictures_are_chosen_removed_and_sent(seeing):
+    engine, page = seeing
+    with page.expect_file_chooser():
+        button(page, "Add pictures").click()
+    add(page, PHOTO, OTHER, PHOTO)
+    expect(chosen(page)).to_have_count(3)
+    button(page, "Remove picture 1").click()
+    expect(chosen(page)).to_have_count(2)
+    say(page, "What is it?")
+    assert told(engine) == [64, 70] and "<|vision_end|>What is it?" in prompts(engine)[-1]
+    expect(chosen(page)).to_have_count(0)
+    shown = page.get_by_role("article", name="You").get_by_role("img")
+    expect(shown).to_have_count(2)
+    assert shown.last.evaluate("image => [image.naturalWidth, image.naturalHeight]") == [320, 224]
+    say(page, "And now?")                                       # the conversation keeps them
+    assert told(engine) == [64, 70]
+    page.reload()
+    expect(shown).to_have_count(2)
+    button(page, "Regenerate").click()
+    wait_until(lambda: len(engine.requests) == 3)
+    assert told(engine) == [64, 70] and prompts(engine)[2] == prompts(engine)[1]
+
+
+def test_a_picture_alone_is_a_message(seeing):
+    engine, page = seeing
+    button(page, "Send").click()
+    assert not engine.requests
+    add(page, PHOTO)
+    expect(chosen(page)).to_have_count(1)
+    button(page, "Send").click()
+    wait_until(lambda: engine.requests)
+    assert told(engine) == [70]
+
+
+@pytest.mark.parametrize("kind", ["paste", "drop"])
+def test_pictures_are_pasted_and_dropped(seeing, kind):
+    engine, page = seeing
+    given = base64.b64encode(PHOTO["buffer"]).decode()
+    assert page.evaluate(GIVE, [kind, given, []])
+    expect(chosen(page)).to_have_count(1)
+    if kind == "paste":
+        assert not page.evaluate(GIVE, [kind, given, ["text/plain"]])       # cells of a table stay text
+    say(page, "This")
+    assert told(engine) == [70]
+
+
+def test_a_message_that_is_changed_keeps_its_pictures(seeing):
+    engine, page = seeing
+    add(page, PHOTO)
+    expect(chosen(page)).to_have_count(1)
+    say(page, "one")
+    button(page, "Edit").click()
+    expect(chosen(page)).to_have_count(1)
+    add(page, OTHER)
+    expect(chosen(page)).to_have_count(2)
+    say(page, "two")
+    assert told(engine) == [70, 64] and "one" not in prompts(engine)[-1]
+
+
+@pytest.mark.parametrize("width, height", [(1500, 1000), (300, 2000), (700, 500)])
+def test_large_photos_are_made_smaller_before_they_are_sent(seeing, width, height):
+    """As large as the model sees them, and still in the same proportions. Files that fit are sent as they are."""
+    engine, page = seeing
+    engine.eyes.limits = Limits(64, 400)
+    page.evaluate("sees.pixels = 400 * 1024")
+    photo = PHOTO | {"buffer": file_of(scene(width, height), "PNG")}
+    sent = []
+    page.on("request", lambda request: request.url.endswith("completions") and sent.append(request.post_data_json))
+    add(page, photo)
+    expect(chosen(page)).to_have_count(1)
+    say(page, "Look")
+    url = sent[0]["messages"][0]["content"][0]["image_url"]["url"]
+    file = base64.b64decode(url.partition(",")[2])
+    with Image.open(io.BytesIO(file)) as image:
+        assert 0.98 * min(width * height, 400 * 1024) < image.width * image.height < 1.01 * 400 * 1024
+        assert image.width / image.height == pytest.approx(width / height, rel=0.01)
+    assert (file == photo["buffer"]) == (width == 700)
+    whole = engine.eyes.of_image(Image.open(io.BytesIO(photo["buffer"])))
+    assert (whole.rows, whole.columns) == (engine.requests[0].pictures[0].rows, engine.requests[0].pictures[0].columns)
+
+
+def test_files_that_are_no_pictures(seeing):
+    _, page = seeing
+    add(page, PHOTO, {"name": "song.mp3", "mimeType": "audio/mpeg", "buffer": b"la la"})
+    expect(page.get_by_role("alert")).to_have_text("song.mp3 is no picture that this browser can read.")
+    expect(chosen(page)).to_have_count(1)
+    page.evaluate("sees.pictures = 2")
+    add(page, OTHER, OTHER)
+    expect(page.get_by_role("alert")).to_have_text("A request may have 2 pictures.")
+    expect(chosen(page)).to_have_count(2)
+
+
+def test_a_model_without_eyes(page, engine):
+    """The page says so at once, and nothing is sent."""
+    expect(page.get_by_role("heading", name="qengine")).to_contain_text(engine.name)
+    for give in (lambda: button(page, "Add pictures").click(), lambda: add(page, PHOTO),
+                 lambda: page.evaluate(GIVE, ["drop", base64.b64encode(PHOTO["buffer"]).decode(), []])):
+        page.evaluate("note('')")
+        give()
+        expect(page.get_by_role("alert")).to_have_text("This model has no eyes: it reads text alone.")
+        expect(chosen(page)).to_have_count(0)
+    say(page, "hello")
+    assert engine.requests[-1].pictures == ()
+
+
+def test_a_model_that_has_lost_its_eyes(seeing, engine):
+    """The server was started again without them, and the conversation still has a picture."""
+    _, page = seeing
+    add(page, PHOTO)
+    expect(chosen(page)).to_have_count(1)
+    page.route("**/v1/chat/completions", lambda route: route.fulfill(
+        status=400, json={"error": {"message": "the model has no eyes: it was loaded without an mmproj file"}}))
+    button(page, "Send").click()
+    expect(page.get_by_role("alert")).to_contain_text("The server says: the model has no eyes")
+
+
+def test_pictures_too_large_for_the_browser_to_keep(seeing):
+    """They stay until the page is left, and then it says so."""
+    engine, page = seeing
+    large = PHOTO | {"buffer": file_of(np.random.default_rng(1).integers(0, 256, (800, 800, 3), np.uint8), "PNG")}
+    add(page, large)
+    expect(chosen(page)).to_have_count(1)
+    say(page, "Look")
+    say(page, "Again")
+    assert told(engine) == [625]
+    page.reload()
+    expect(page.get_by_role("article", name="You").first).to_contain_text("1 picture of this message did not survive")
+    say(page, "And now?")
+    assert told(engine) == []
+    page.reload()
+    expect(page.get_by_role("article", name="You").first).to_contain_text("1 picture of this message did not survive")
+
+
+def test_a_phone_has_a_camera_button(open_page):
+    engine = PacedEngine(script, pace=0.002, sees=True)
+    page = open_page(width=390, is_mobile=True, has_touch=True, app=app_of(engine))
+    page.wait_for_function("sees !== null")
+    with page.expect_file_chooser() as chooser:
+        button(page, "Take a picture").click()
+    chooser.value.set_files([PHOTO])
+    add(page, *[PHOTO] * 5)
+    expect(chosen(page)).to_have_count(6)
+    assert page.evaluate("document.documentElement.scrollWidth") == 390
+    say(page, "What are these?")
+    assert page.evaluate("document.documentElement.scrollWidth") == 390 and told(engine) == [70] * 6
+    assert page.locator("main").evaluate("main => main.scrollWidth <= main.clientWidth")
+    engine.eyes.close()
 
 
 # ---- what goes wrong ---------------------------------------------------------------------------------------
