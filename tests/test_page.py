@@ -346,7 +346,7 @@ def seeing(open_page):
     """(engine, page) of a model with eyes"""
     engine = PacedEngine(script, pace=0.002, sees=True)
     page = open_page(app=app_of(engine))
-    page.wait_for_function("sees !== null")
+    expect(page.get_by_role("heading", name="qengine")).to_contain_text(engine.name)       # it knows what the model is
     yield engine, page
     engine.eyes.close()
 
@@ -500,7 +500,7 @@ def test_pictures_too_large_for_the_browser_to_keep(seeing):
 def test_a_phone_has_a_camera_button(open_page):
     engine = PacedEngine(script, pace=0.002, sees=True)
     page = open_page(width=390, is_mobile=True, has_touch=True, app=app_of(engine))
-    page.wait_for_function("sees !== null")
+    expect(page.get_by_role("heading", name="qengine")).to_contain_text(engine.name)       # it knows what the model is
     with page.expect_file_chooser() as chooser:
         button(page, "Take a picture").click()
     chooser.value.set_files([PHOTO])
