@@ -5,6 +5,7 @@ import json
 import random
 
 import anthropic
+import numpy as np
 import ollama
 import openai
 import pytest
@@ -14,21 +15,26 @@ from api import body, pictures, service
 from api.errors import MAX_BODY, MAX_SEEING
 from api.openapi import ENDPOINTS
 from api.pictures import SLICE, Pictures, Sent, decoded
-from engine.images import PAD, Limits
+from engine.images import PAD, Limits, Picture
+from engine.prefix import PAGE_TOKENS
 from engine.request import RequestError
 from engine.sight import BLIND
 from engine.template import ChatTemplate
 from tests.clients import CHAT, app_of, send, serving
 from tests.longest_wait import LongestWait
+from tests.oracle import oracle_npz
 from tests.pictures import file_of, scene
 from tests.scripted import ScriptedEngine
 from tests.test_body import SECONDS
+from tests.test_sight import Golden, load_seeing, tokens_of
 
 SHOWN = f"<|vision_start|>{PAD}<|vision_end|>"
 PATHS = {"/v1/chat/completions", "/v1/messages", "/v1/messages/count_tokens", "/v1/responses",
          "/v1/responses/input_tokens", "/api/chat", "/api/generate", "/tokenize", "/apply-template"}
 
-IMAGES = [Image.fromarray(scene(256, 256, seed=1)), Image.fromarray(scene(320, 224, seed=2))]      # 64 and 70 tokens
+IMAGES = [Image.fromarray(scene(256, 256, seed=1)), Image.fromarray(scene(320, 224, seed=2)),      # 64 and 70 tokens
+          Image.fromarray(oracle_npz("dense_mtp-vision")["aligned_rgb"])]
+REFERENCE = 2
 FILES = [file_of(image, "PNG") for image in IMAGES]
 TEXTS = [base64.b64encode(file).decode() for file in FILES]
 URLS = [f"data:image/png;base64,{text}" for text in TEXTS]
@@ -75,7 +81,8 @@ def ask_anthropic(port, *content):
     with anthropic.Anthropic(base_url=f"http://127.0.0.1:{port}", api_key="none", max_retries=0) as client:
         messages = [{"role": "user", "content": parts}]
         n_counted = client.messages.count_tokens(model="m", messages=messages).input_tokens
-        assert client.messages.create(model="m", max_tokens=9, messages=messages).usage.input_tokens == n_counted
+        usage = client.messages.create(model="m", max_tokens=9, messages=messages).usage
+        assert usage.input_tokens + usage.cache_read_input_tokens == n_counted
         return n_counted
 
 
@@ -380,3 +387,43 @@ def test_backslashes_are_counted():
     assert len(body.parse_body(at_most)["a"]) == body.MAX_ESCAPES
     with pytest.raises(RequestError, match="backslashes"):
         body.parse_body(at_most[:-2] + b'\\n"}')
+
+
+# ---- an engine that sees -----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def seeing(card):
+    """(engine, its tower, port, the case of the reference): the reference's model, which knows the rows of a picture"""
+    case = Golden("aligned")
+    case.picture = Picture.of(np.asarray(IMAGES[REFERENCE]))
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        engine, tower = load_seeing(card, [case], monkeypatch)
+        with serving(app_of(engine)) as (port, _):
+            yield engine, tower, port, case
+        engine.close()
+
+
+def test_the_reference_by_the_protocol(seeing):
+    """The official client's picture and question become the token ids of the reference, and so its answer. The next
+    turn goes on behind the picture, which is encoded once."""
+    engine, tower, port, case = seeing
+    text = engine.tokenizer.decode(case.ids, special=True).partition("<|vision_end|>")[2].partition("<|im_end|>")[0]
+    messages = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": URLS[REFERENCE]}},
+                                             {"type": "text", "text": text}]}]
+    wishes = {"model": "m", "temperature": 0, "max_tokens": 16, "extra_body": {
+        "ignore_eos": True, "return_token_ids": True}}
+    with openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0) as client:
+        answer = client.chat.completions.create(messages=messages, **wishes)
+        assert answer.usage.prompt_tokens == len(case.ids)
+        assert answer.choices[0].token_ids == tokens_of(engine, case.ids, [case.picture], 16)
+        messages += [{"role": "assistant", "content": "Stripes."}, {"role": "user", "content": "And below?"}]
+        later = client.chat.completions.create(messages=messages, **wishes)
+    assert later.usage.prompt_tokens_details.cached_tokens >= PAGE_TOKENS and len(tower.encoded) == 1
+
+
+@pytest.mark.parametrize("protocol", ASK)
+def test_every_protocol_asks_an_engine_that_sees(protocol, seeing):
+    _, tower, port, case = seeing
+    assert ASK[protocol](port, REFERENCE, "What is it?") > case.picture.n_tokens
+    assert len(tower.encoded) == 1
