@@ -27,6 +27,8 @@ engine/pooling.py where its model makes embeddings or scores.
     log.py         a line for each request
     chat.py        a conversation, whatever its protocol: prompt, grammar, and how to read the answer
     reply.py       an answer's tokens, as they come, cut into thoughts, text and tool calls
+    pictures.py    pictures of requests: from base64 and URLs to what the engine's eyes read
+    fetch.py       pictures of the web, fetched from public addresses
     thinking.py    how long a model may think, as requests say it
     tools.py       the forms in which models call tools, and how they are read
     grammar.py     grammars that answers must obey: calls of tools, texts of a shape (a schema, a choice, ...)

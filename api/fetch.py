@@ -4,7 +4,7 @@ Whoever may name an address could otherwise have this server ask its own network
 So nothing but public addresses is asked: the name in a URL is resolved once, all of its addresses are checked, and the
 connection goes to one of these addresses, not to the name, which may mean another address a moment later (DNS
 rebinding). A redirect is checked in the same way. Proxies that the environment names are not used. A file may have
-MAX_BYTES and take SECONDS in all, with its name and its redirects.
+MAX_BYTES, and the files of a request may take SECONDS, with their names and redirects.
 """
 
 import http.client
@@ -16,7 +16,7 @@ import urllib.parse
 
 from engine.request import RequestError
 
-SECONDS = 10                # for all of a file
+SECONDS = 10                # for all files of a request together
 MAX_BYTES = 32 << 20        # of a file
 MAX_REDIRECTS = 3
 PIECE = 1 << 16             # bytes that are read at once
@@ -36,13 +36,13 @@ class Fetcher:
     def __init__(self, resolve=socket.getaddrinfo, connect=socket.create_connection):
         self.resolve, self.connect = resolve, connect
 
-    def __call__(self, url: str, field: str) -> bytes:
-        """The file at an address. Raises RequestError, which names the field."""
+    def __call__(self, url: str, field: str, seconds: float) -> bytes:
+        """The file at an address. seconds: that are left of SECONDS. Raises RequestError, which names the field."""
         job = Job(self, url)
         threading.Thread(target=job.run, name="picture of the web", daemon=True).start()
-        if not job.is_over.wait(SECONDS):
+        if not job.is_over.wait(seconds):
             job.give_up()
-            job.error = Unreachable(f"it takes longer than {SECONDS} s")
+            job.error = Unreachable(f"the files of a request may take {SECONDS} s together")
         if job.error is not None:
             raise RequestError(field, f"'{field}' cannot be fetched: {job.error}")
         return job.data
@@ -92,6 +92,7 @@ class Job:
         is_secure = parts.scheme == "https"
         port = parts.port or (443 if is_secure else 80)
         address = checked(self.fetcher.resolve(parts.hostname, port, type=socket.SOCK_STREAM))
+        self.check_patience()
         self.connection = Checked(parts.hostname, port, address, is_secure, self.fetcher.connect)
         try:
             target = urllib.parse.urlunsplit(("", "", parts.path or "/", parts.query, ""))
@@ -105,12 +106,18 @@ class Job:
         finally:
             self.connection.close()
 
+    def check_patience(self):
+        """Ends a job that nobody waits for any more."""
+        if self.is_given_up:
+            raise Unreachable("nobody waits for it")
+
     def read(self, response: http.client.HTTPResponse) -> bytes:
         pieces, n_bytes = [], 0
         while piece := response.read1(PIECE):
+            self.check_patience()
             pieces.append(piece)
             n_bytes += len(piece)
-            if n_bytes > MAX_BYTES or self.is_given_up:
+            if n_bytes > MAX_BYTES:
                 raise Unreachable(f"it has more than {MAX_BYTES} bytes")
         if response.length:                 # bytes that the head has promised and that never came
             raise Unreachable("it breaks off")

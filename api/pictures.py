@@ -11,11 +11,14 @@ import binascii
 import collections
 import hashlib
 import threading
+import time
 from dataclasses import dataclass
 
 from engine.images import Picture, Reader
 from engine.request import RequestError
 from engine.template import has_picture
+
+from .fetch import SECONDS, Fetcher
 
 MAX_KEPT = 128 << 20        # bytes of pixels that are kept; a picture of 4,096 tokens has 12.6 MB
 SLICE = 1 << 20             # letters of base64 that are decoded at once: the interpreter's lock is held for 3 ms
@@ -61,9 +64,9 @@ def sent_in(messages: list[dict]) -> list[Sent]:
 
 
 class Pictures:
-    """Reads pictures for a server. fetch(url, field): the bytes of a file of the web; None: no such file is fetched."""
+    """Reads pictures for a server. fetch: a Fetcher; None: nothing is fetched from the web."""
 
-    def __init__(self, fetch=None):
+    def __init__(self, fetch: Fetcher | None = None):
         self.fetch, self.lock = fetch, threading.Lock()
         self.kept = collections.OrderedDict()       # (SHA-256 of a file, most tokens) -> Picture, the latest used last
         self.n_bytes = 0                            # of the pixels of these
@@ -71,15 +74,16 @@ class Pictures:
     def read(self, eyes: Reader, sent: list[Sent], timeout: float | None = None) -> list[Picture]:
         """The pictures of a request. timeout: seconds that reading one of them may take. Raises RequestError for what
         is no picture, and for too many; DeadlineExceeded."""
-        pictures = []
+        pictures, end = [], time.monotonic() + SECONDS
         for one in sent:
-            one.picture = one.picture or self.read_one(eyes, one, timeout)
+            one.picture = one.picture or self.read_one(eyes, one, timeout, end)
             pictures.append(one.picture)
             eyes.limits.check(pictures, one.field)
         return pictures
 
-    def read_one(self, eyes: Reader, sent: Sent, timeout: float | None) -> Picture:
-        data, most = self.bytes_of(sent), eyes.limits.min_tokens if sent.detail == "low" else None
+    def read_one(self, eyes: Reader, sent: Sent, timeout: float | None, end: float) -> Picture:
+        """end: until when a file of the web may be waited for, by time.monotonic()."""
+        data, most = self.bytes_of(sent, end), eyes.limits.min_tokens if sent.detail == "low" else None
         key = hashlib.sha256(data).digest(), most
         with self.lock:
             if key in self.kept:
@@ -98,7 +102,7 @@ class Pictures:
             while self.n_bytes > MAX_KEPT:
                 self.n_bytes -= self.kept.popitem(last=False)[1].pixels.nbytes
 
-    def bytes_of(self, sent: Sent) -> bytes:
+    def bytes_of(self, sent: Sent, end: float) -> bytes:
         """The bytes of a picture's file."""
         if not sent.is_url:
             return decoded(sent.text, sent.field)
@@ -111,7 +115,7 @@ class Pictures:
         if self.fetch is None:
             raise RequestError(sent.field, f"'{sent.field}' is an address of the web, and this server fetches nothing "
                                            "from there: a data: URL holds the picture itself (--allow-image-urls)")
-        return self.fetch(sent.text, sent.field)
+        return self.fetch(sent.text, sent.field, max(0, end - time.monotonic()))
 
 
 def data_of(url: str, field: str) -> str:

@@ -119,8 +119,12 @@ class Service:
             return said
 
     def text_of(self, ids, engine=None) -> str:
-        """The text of token ids, special ones included. engine: whose they are, by default that of the main model."""
-        return (engine or self.engine).tokenizer.decode(ids, special=True)
+        """The text of token ids, special ones included, with one token for each picture. engine: whose they are, by
+        default that of the main model."""
+        engine = engine or self.engine
+        if sees(engine):
+            ids = [token for token, before in zip(ids, [None, *ids]) if not token == before == engine.eyes.pad]
+        return engine.tokenizer.decode(ids, special=True)
 
     @property
     def max_body(self) -> int:
