@@ -54,7 +54,9 @@ def explain(error: Exception) -> ErrorAnswer:
         if error.code in (404, 405):
             message = f"{flask.request.method} {flask.request.path[:80]} is not served; /openapi.json says what is"
         if error.code == 413:
-            message = f"the request body is larger than {flask.request.max_content_length} bytes"
+            is_read = flask.has_request_context()       # or the connection itself has refused it
+            most = f"{flask.request.max_content_length} bytes" if is_read else "the server takes"
+            message = f"the request body is larger than {most}"
         headers = {name: value for name, value in error.get_headers() if name in PASSED_ON}
         return ErrorAnswer(error.code, message, None, headers, "invalid_api_key" if error.code == 401 else None)
     logging.getLogger("qengine").error("a request failed", exc_info=error)
