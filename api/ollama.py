@@ -101,11 +101,14 @@ def generate(service, body: dict):
     if not prompt and not images:
         return loaded(service, body, said_in_text)
     system, context = body.get("system"), body.get("context", [])
-    if body.get("raw") and (system or context or images):
-        raise RequestError("raw", "'raw' takes the prompt as it is, without 'system', 'context' and 'images'")
+    is_raw = body.get("raw") or service.ready().template is None
+    if body.get("raw") and (system or context):
+        raise RequestError("raw", "'raw' takes the prompt as it is, without 'system' and 'context'")
+    if is_raw and images:
+        raise RequestError("images", "'images' need a prompt that the model's chat template writes")
     messages = [{"role": "system", "content": system}] if system else []
     conversation = converse(body, messages + [{"role": "user", "content": read_content(images, prompt, "images")}])
-    make, is_raw = maker(service, body, said_in_text), body.get("raw") or service.ready().template is None
+    make = maker(service, body, said_in_text)
     if not is_raw:
         return in_lines(chat.respond(service, conversation, 1, make, is_stream(body)), body)
     with chat.named_as_sent(conversation, service):

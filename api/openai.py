@@ -16,7 +16,7 @@ from .errors import ErrorAnswer, explain
 from .field_table import fields_of
 from .fields import ANYTHING, BOOL, SAMPLED, SECONDS, TEXT, either, list_of, number, object_of, one_of, sampling_of
 from .grammar import Shape, at_least
-from .pictures import Sent, content_of
+from .pictures import Sent
 from .reply import CallArguments, CallStart, Content, Message, Thought, cause_of, kept_alive, sse, together, whole
 from .thinking import BUDGETS, EFFORTS, VARIABLES, read_thinking, thinks
 from .tools import Tool
@@ -213,12 +213,11 @@ def read_content(content, field: str):
     """The content of a message as chat templates take it. field: the request's field with it."""
     if not isinstance(content, list):
         return content
-    return content_of([read_picture(part["image_url"], f"{field}[{i}].image_url.url") if part["type"] == "image_url"
-                       else part["text"] for i, part in enumerate(content)])
+    return [part if part["type"] == "text" else read_picture(part["image_url"], f"{field}[{i}].image_url.url").part
+            for i, part in enumerate(content)]
 
 
 def read_picture(image: dict, field: str) -> Sent:
-    """A picture that OpenAI's parts of contents name by its URL."""
     return Sent(image["url"], field, is_url=True, detail=image.get("detail") or "auto")
 
 

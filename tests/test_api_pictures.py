@@ -247,7 +247,7 @@ ADDRESS = "https://pictures.example/cat.png"
     (*source(type="url", url=ADDRESS), "'messages[0].content[0].source.url' is an address of the web"),
     (*source("assistant", type="base64", data=TEXTS[0]), "only messages of the user and results of tools"),
     (*images("AAAA!"), "'messages[0].images[0]' is not base64"), (*images(TEXTS[0], "system"), "messages[0].images"),
-    (*generate("?"), "'images[0]' is not base64"), (*generate(TEXTS[0], raw=True), "'raw'")])
+    (*generate("?"), "'images[0]' is not base64"), (*generate(TEXTS[0], raw=True), "'images' need")])
 def test_what_is_refused(path, sent, says, server, engine):
     status, _, said = send(server[1], "POST", path, sent)
     assert status == 400 and says in message_of(said) and "\n" not in message_of(said)
@@ -280,6 +280,14 @@ def test_limits_of_a_request(server, engine):
     status, _, said = send(server[1], "POST", CHAT, {"messages": [{"role": "user", "content": [
         {"type": "image_url", "image_url": {"url": URLS[0]}}] * (Limits().most_pictures + 1)}]})
     assert status == 400 and "may have 64 pictures" in message_of(said) and not engine.requests
+
+
+def test_a_picture_longer_than_the_context(server, engine):
+    path, sent = image_url("data:image/png;base64," + base64.b64encode(
+        file_of(Image.new("RGB", (2048, 2048)), "PNG")).decode())
+    status, _, said = send(server[1], "POST", path, sent)
+    assert status == 400 and said["error"]["code"] == "context_length_exceeded" and not engine.requests
+    assert said["error"]["param"] == "messages" and said["error"]["n_prompt_tokens"] > 4096 == said["error"]["n_ctx"]
 
 
 # ---- turns of a conversation -------------------------------------------------------------------------------
