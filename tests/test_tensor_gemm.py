@@ -8,7 +8,9 @@ import pytest
 from kernels import assembler
 from kernels import compile as compiler
 from kernels import q8_gemm, tensor_gemm
+from kernels.card import LaunchError
 from kernels.formats import FORMATS
+from kernels.intrinsics import wait_for_copies
 from kernels.open import open_cards
 from tests.kinds import BY_KIND, FIRST
 
@@ -49,6 +51,16 @@ def test_neither_memory_error_nor_race(name, instruction, one_tile):
     card, format = open_cards("emulated", checked=True)[0], FORMATS[name]
     k, rows = max(160, format.file_block), SMALL.tile_rows + 1
     tensor_gemm.check(card, 130, k, rows, shape=SMALL, format=format, instruction=instruction)
+
+
+def test_a_wait_for_too_few_copies_is_found(one_tile, monkeypatch):
+    """The kernel with a wait that leaves one more group of copies on its way. The bits are right here all the same,
+    since the emulated card makes copies at once."""
+    monkeypatch.setattr(tensor_gemm, "wait_for_copies", lambda n: wait_for_copies(n + 1))
+    monkeypatch.setattr(tensor_gemm, "tensor", tensor_gemm.tensor_kernel)
+    card = open_cards("emulated", checked=True)[0]
+    with pytest.raises(LaunchError, match="a race with a copy of thread"):
+        tensor_gemm.check(card, 130, 160, SMALL.tile_rows, shape=SMALL, instruction="m16n8k32")
 
 
 ARCHITECTURES = {(7, 0): "m8n8k4", (7, 5): "m8n8k16", (8, 0): "m16n8k32", (9, 0): "m16n8k32 mixed"}

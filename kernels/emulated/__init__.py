@@ -27,7 +27,7 @@ which takes what floats need from floats.py. tests/emulated/test_opcode_table.py
     dots.py         dp4a dp2a
     tensor.py       mma ldmatrix
     special.py      (reads of special registers: %tid, %ctaid, %laneid, %clock, %globaltimer ...)
-    memory.py       ld st atom red shfl vote match activemask membar fence nanosleep prefetch bar.warp
+    memory.py       ld st atom red shfl vote match activemask membar fence nanosleep prefetch bar.warp cp
     printing.py     vprintf
     translate.py    bra ret exit trap bar barrier barrier_result (bar.red becomes bar and barrier_result)
     ptx.py          call brx (replaced by the function's body, and by comparisons with bra)

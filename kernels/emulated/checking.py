@@ -16,6 +16,10 @@ place, at least one of them a write and not both atomic, are ordered: by a barri
 warp, by a `syncwarp` between them. Running in lockstep orders nothing, nor do shuffles. One instruction may
 write to one place from several lanes if all write the same value.
 
+Copies (`cp.async`): from its start until the thread has waited for its group, a copy may write to its place
+at any moment, so no thread may access it, nor may the one that has started the copy. Where the wait ends, the
+copy is a write of this thread, and ordered as such. The place of a copy that is never waited for stays closed.
+
 Barriers: all lanes of a warp that have not returned take part, and all warps that have not returned are at
 the same barrier. One that only a part of the block waits at orders as if it were of all.
 
@@ -42,19 +46,24 @@ from .flow import is_barrier
 from .native import LAUNCH, KernelFault
 from .ptx import SIZES, Mem, Pack
 from .translate import BARRIERS_BYTES, CONTEXT, CONTEXT_BYTES, GIVES_WAY
-from .watching import ATOMIC, LOCAL, OBSERVER, SHARED, WRITE, Watch, Watching, find_row
+from .watching import ATOMIC, COPY, LOCAL, OBSERVER, SHARED, WRITE, Watch, Watching, find_row
 
 # The arrays of @watch: the addresses of the lanes; STATE; the live arrays as (start, end, 0); the values that the lanes
-# store, each as many bytes as the access has; how often each warp has executed `syncwarp`; and a row of SHADOW numbers
-# for each granule of shared memory. A granule is as large as the kernel's smallest access.
-LANES, STATE, ARRAYS, VALUES, PHASES, SHADOWS = range(6)
+# store, each as many bytes as the access has; how often each warp has executed `syncwarp`; a row of SHADOW numbers for
+# each granule of shared memory; and how many groups of copies each thread has committed. A granule is as large as the
+# kernel's smallest access.
+LANES, STATE, ARRAYS, VALUES, PHASES, SHADOWS, GROUPS = range(7)
 (N_ARRAYS, SHARED_BYTES, GRANULE_BITS, LOCAL_START, LOCAL_BYTES, WARP_NUMBER, EPOCH, CLOCK,
  ERROR, ACCESS, LANE, ADDRESS, OTHER_THREAD, OTHER_ACCESS, N_STATE) = range(15)
 # In a row: the granule's last write and two reads. Each of them is thread + 1, the epoch (a number for each stretch
 # between barriers of a block), the warp's phase, and the access. The write also has its time and whether it was atomic.
+# A copy that may still be on its way is a write with the epoch ON_ITS_WAY, and has its group in place of the phase.
 WRITER, READER, OTHER_READER, TIME_OF_WRITE, ATOMIC_WRITE, SHADOW = 0, 4, 8, 12, 13, 14
+ON_ITS_WAY = -1
 MISALIGNED, OUTSIDE, RACE, DIVERGENT = 1, 2, 3, 4
-BARRIER = 32                                    # a kind beside those of watching.py; its mask: the missing lanes
+# Kinds beside those of watching.py. BARRIER: the mask is the missing lanes. WAIT: for all groups of copies but as many
+# as the size says.
+BARRIER, COMMIT, WAIT = 64, 128, 256
 
 
 # ---- the code that checks ----------------------------------------------------------------------------------
@@ -63,7 +72,7 @@ class Checking(Watching):
     """A translation that calls `check_access` before each access.
 
     Its notes: (source file,), (bits of a granule,), the sizes of the kernel's constants in bytes, the numbers and
-    lines of its barriers, and then (line, instruction, bytes) of each access.
+    lines of its barriers, and then (line, instruction, bytes, state space or "") of each access.
     """
 
     observer = "qengine_check_access"
@@ -76,7 +85,7 @@ class Checking(Watching):
         self.barriers = []
 
     def notes(self):
-        accesses = [(instr.line, instr.text, access_bytes(instr)) for instr in self.accesses]
+        accesses = [(instr.line, instr.text, access_bytes(instr), space_of(instr)) for instr in self.accesses]
         sizes = tuple(variable.size for variable in self.globals)
         return (self.file,), (self.smallest.bit_length() - 1,), sizes, tuple(self.barriers), *accesses
 
@@ -115,6 +124,13 @@ class Checking(Watching):
         count = self.op("add", "i64", 1, self.let(f"load i64, ptr {phase}"), "1")
         self.do(f"store i64 {count}, ptr {phase}")
 
+    def op_cp(self, instr):
+        """The end of a group of copies, or a wait for groups. `wait_all` waits also for the one that has no end yet."""
+        waits = {"commit_group": None, "wait_all": -1}
+        groups = waits[instr.mods[1]] if instr.mods[1] in waits else instr.operands[0].value
+        kind, size = (COMMIT, 0) if groups is None else (WAIT, groups)
+        self.tell_observer(instr, size, kind, self.mask or "-1")
+
     def note_partial_barrier(self, complete):
         """Such a barrier orders all accesses before it and after it, also those of warps that have no part in it."""
         epoch = self.let(f"getelementptr i64, ptr {self.watched(STATE)}, i64 {EPOCH}")
@@ -150,6 +166,11 @@ def access_bytes(instr):
     return SIZES.get(instr.mods[-1], 1) * (4 if "v4" in instr.mods else 2 if "v2" in instr.mods else 1)
 
 
+def space_of(instr):
+    """The state space that an access names, or ""."""
+    return next((space for space in ("shared", "local") if space in instr.mods), "")
+
+
 @njit
 def fail(state, error, access, lane, address):
     state[ERROR], state[ACCESS], state[LANE], state[ADDRESS] = error, access, lane, address
@@ -161,6 +182,8 @@ def unordered(shadow, at, state, phases, thread):
     """Whether the access at shadow[at:] was by a thread other than `thread`, and nothing orders an access by
     `thread` now after it."""
     other = shadow[at] - 1
+    if other >= 0 and shadow[at + 1] == ON_ITS_WAY:
+        return True
     if other < 0 or other == thread or shadow[at + 1] != state[EPOCH]:
         return False
     return other // WARP != thread // WARP or shadow[at + 2] == phases[thread // WARP]
@@ -224,9 +247,25 @@ def check_shared(watch, access, size, kind, lane, thread, shared):
         if kind & WRITE:
             record(shadow, row + WRITER, state, phases, thread, access)
             shadow[row + TIME_OF_WRITE], shadow[row + ATOMIC_WRITE] = state[CLOCK], kind & ATOMIC
+            if kind & COPY:
+                shadow[row + WRITER + 1], shadow[row + WRITER + 2] = ON_ITS_WAY, watch[GROUPS][thread]
         else:
             record_read(shadow, row, state, phases, thread, access)
     return True
+
+
+@njit
+def finish_copies(watch, mask, n_left):
+    """The running lanes have waited: their copies are writes of this moment, but not those of each lane's last `n_left`
+    groups."""
+    state, shadow, groups = watch[STATE], watch[SHADOWS], watch[GROUPS]
+    warp = state[WARP_NUMBER]
+    for granule in range((state[SHARED_BYTES] >> state[GRANULE_BITS]) + 1):
+        at = granule * SHADOW + WRITER
+        thread = shadow[at] - 1
+        if shadow[at + 1] == ON_ITS_WAY and thread // WARP == warp and mask >> thread % WARP & 1 \
+                and shadow[at + 2] < groups[thread] - n_left:
+            shadow[at + 1], shadow[at + 2] = state[EPOCH], watch[PHASES][warp]
 
 
 @cfunc(OBSERVER, cache=True)
@@ -234,6 +273,9 @@ def check_access(watch, access, size, kind, mask, shared):
     """Checks one instruction of a warp; the first error is written to STATE."""
     lanes, state, arrays = watch[LANES], watch[STATE], watch[ARRAYS]
     state[CLOCK] += 1
+    if kind & WAIT:
+        finish_copies(watch, mask, size)
+        return 0
     row = -1
     for lane in range(WARP):
         if not mask >> lane & 1:
@@ -242,6 +284,9 @@ def check_access(watch, access, size, kind, mask, shared):
             return fail(state, DIVERGENT, access, lane, 0)
         address = lanes[lane]
         thread = state[WARP_NUMBER] * WARP + lane
+        if kind & COMMIT:
+            watch[GROUPS][thread] += 1
+            continue
         own = state[LOCAL_START] + thread * state[LOCAL_BYTES]
         if address & (size - 1):
             return fail(state, MISALIGNED, access, lane, address)
@@ -301,7 +346,9 @@ class _Run:
         self.watch.set(ARRAYS, np.array(live, np.int64))
         self.watch.set(VALUES, np.zeros(WARP * 16 // 8, np.int64))
         self.watch.set(PHASES, np.zeros(self.code.n_warps, np.int64))
-        self.watch.set(SHADOWS, np.zeros(((launch.shared_bytes >> granule_bits) + 1) * SHADOW, np.int64))
+        self.shadows = np.zeros(((launch.shared_bytes >> granule_bits) + 1, SHADOW), np.int64)
+        self.watch.set(SHADOWS, self.shadows)
+        self.watch.set(GROUPS, np.zeros(WARP * self.code.n_warps, np.int64))
         self.context = ctypes.create_string_buffer(CONTEXT_BYTES)
         self._tell("params", "q", ctypes.c_int64.from_buffer(launch.buffer, LAUNCH["params"]).value)
         for name in ("shared", "local", "frames"):
@@ -323,7 +370,7 @@ class _Run:
         self.number = (number % x, number // x % y, number // (x * y))
         self._tell("ctaid", "3i", *self.number)
         self._tell("barriers", f"{BARRIERS_BYTES}x")
-        self.shared[:], self.local[:] = 0xFF, 0xFF
+        self.shared[:], self.local[:], self.shadows[:] = 0xFF, 0xFF, 0
         at = dict.fromkeys(range(self.code.n_warps), 0)     # warp -> the barrier it waits at; 0: none yet
         while at:
             self.state[EPOCH] += 1
@@ -359,17 +406,17 @@ class _Run:
         error, access, lane, address, other, other_access = self.state[ERROR:N_STATE].tolist()
         if not error:
             return f"{self.launch.name}, block {self.number}: stopped at a trap"
-        line, text, nbytes = self.accesses[access]
+        line, text, nbytes, space = self.accesses[access]
         thread = self.thread(WARP * int(self.state[WARP_NUMBER]) + lane)
         head = f"{self.launch.name} ({self.file}, line {line}), block {self.number}, thread {thread}"
         if error == DIVERGENT:
             return f"{head}: does not take part in a barrier at which other lanes of its warp wait (`{text}`)"
-        what = f"{_verb(text)} {nbytes} bytes at {address:#x}, {self.where(address, text)}"
+        what = f"{_verb(text)} {nbytes} bytes at {address:#x}, {self.where(address, space)}"
         if error == MISALIGNED:
             what += f": not a multiple of {nbytes}"
         elif error == RACE:
-            other_line, other_text, _ = self.accesses[other_access]
-            what += f": a race with thread {self.thread(other)}, "
+            other_line, other_text, *_ = self.accesses[other_access]
+            what += f": a race with {'a copy of ' * (' cp.' in f' {other_text}')}thread {self.thread(other)}, "
             what += "at the same instruction" if other_access == access and "st." in text else \
                 f"line {other_line} (`{other_text}`)"
         return f"{head}: {what} (`{text}`)\n    line {line}: {source_line(self.file, line)}"
@@ -384,12 +431,12 @@ class _Run:
         x, y, _ = self.code.facts.block
         return number % x, number // x % y, number // (x * y)
 
-    def where(self, address, text):
-        """What lies at an address, or nearest to it, in words."""
+    def where(self, address, space):
+        """What lies at an address, or nearest to it, in words. space: which the access names, or ""."""
         offset = address - self.shared.ctypes.data
-        if ".shared" in text or 0 <= offset < len(self.shared):
+        if space == "shared" or 0 <= offset < len(self.shared):
             return f"byte {offset} of the block's {len(self.shared)} bytes of shared memory"
-        if ".local" in text:
+        if space == "local":
             return f"not in the thread's {self.code.facts.local_bytes} bytes of local memory"
         for start, nbytes, name in self.card.freed():
             if start <= address < start + nbytes:
@@ -410,7 +457,7 @@ def source_line(file, number):
 
 def _verb(text):
     opcode = text.split()[1 if text.startswith("@") else 0]
-    return {"ld": "reads", "st": "writes"}.get(opcode.split(".")[0], "updates")
+    return {"ld": "reads", "st": "writes", "cp": "copies"}.get(opcode.split(".")[0], "updates")
 
 
 def _aligned(nbytes):

@@ -103,7 +103,7 @@ _BY_NAME = {
     "atom red": "atomic",
     "bar barrier membar fence": "barrier",
     "bra brx ret exit call vprintf trap brkpt nanosleep": "branch",
-    "mov cvta barrier_result": "move",
+    "mov cvta barrier_result cp": "move",
     "prefetch prefetchu discard": "global_",
     "mma wmma wgmma": "tensor",
     "ldmatrix stmatrix": "shared",

@@ -23,7 +23,7 @@ from .ptx import Instr, Label, Mem, Symbol, Unsupported, registers_of
 
 EXIT = -1
 NO_RESULT = {"st", "bra", "bar", "barrier", "membar", "fence", "ret", "exit", "red", "trap", "brkpt",
-             "nanosleep", "prefetch", "prefetchu", "discard", "pragma"}
+             "nanosleep", "prefetch", "prefetchu", "discard", "pragma", "cp"}
 WRITES = {"st", "atom", "red"}
 ENDS_BLOCK = {"bra", "ret", "exit", "trap"}         # and barriers, see is_barrier
 

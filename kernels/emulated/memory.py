@@ -13,7 +13,7 @@ from .special import Special
 _LOAD_MODS = {"global", "shared", "local", "param", "const", "nc", "volatile", "relaxed", "acquire",
               "release", "weak", "gpu", "sys", "cta", "ca", "cg", "cs", "lu", "cv", "wb", "wt", "v2", "v4",
               "L1::no_allocate", "L1::evict_last", "L1::evict_first", "L1::evict_normal", "L2::128B",
-              "L2::256B", "L2::64B"}
+              "L2::256B", "L2::64B", "async"}
 _ATOMIC = {"add": "add", "and": "and", "or": "or", "xor": "xor", "exch": "xchg", "min": "umin", "max": "umax",
            "inc": "uinc_wrap", "dec": "udec_wrap"}
 # How many bytes ahead to fetch into the L1 and into the L2 cache, behind loads of a warp that have at least so many
@@ -538,6 +538,9 @@ class Memory(Special):
         self.call("usleep", "i32", ("i32", self.op("udiv", "i32", 1, nanoseconds, "1000")))
 
     def op_prefetch(self, instr):
+        pass
+
+    def op_cp(self, instr):                         # waits for copies, which are made at once (ptx.py)
         pass
 
 

@@ -285,10 +285,10 @@ class _Reader:
         return [instr]
 
     def copy(self, instr):
-        """A copy that a thread need not wait for is made at once, by a load and a store. So no wait is missed here; a
-        barrier that is missing is found as that of any other store."""
+        """A copy that a thread need not wait for is made at once, by a load and a store. The checking mode knows that
+        it may have been made later."""
         if instr.mods in (("async", "commit_group"), ("async", "wait_group"), ("async", "wait_all")):
-            return []
+            return [instr]
         if instr.mods[:1] + instr.mods[2:] != ("async", "shared", "global") or len(instr.operands) != 3:
             raise instr.unsupported()
         to, source, size = instr.operands
@@ -299,7 +299,7 @@ class _Reader:
         what = ("u32",) if len(words) == 1 else (f"v{len(words)}", "u32")
         held = words[0] if len(words) == 1 else Pack(words)
         return [replace(instr, name="ld", mods=("global", *what), operands=(held, source)),
-                replace(instr, name="st", mods=("shared", *what), operands=(to, held))]
+                replace(instr, name="st", mods=("async", "shared", *what), operands=(to, held))]
 
     def header(self, statement):
         match = _HEADER.match(statement)

@@ -4,7 +4,7 @@
 
 watch: pointers to int64 arrays, set from Python before a launch (`Watch`); the first of them holds the
 addresses of the 32 lanes. access: the number of the access among those of the kernel. size: bytes per lane.
-kind: flags, READ to LOCAL. mask: the running lanes. shared: where the block's shared memory starts. Such
+kind: flags, READ to COPY. mask: the running lanes. shared: where the block's shared memory starts. Such
 translations keep their records without locks, so they run on one thread.
 """
 
@@ -17,7 +17,7 @@ from numba import njit, types
 from .emit import WARP
 from .translate import Translator
 
-READ, WRITE, ATOMIC, SHARED, LOCAL = 1, 2, 4, 8, 16
+READ, WRITE, ATOMIC, SHARED, LOCAL, COPY = 1, 2, 4, 8, 16, 32
 N_POINTERS = 8
 OBSERVER = types.int32(types.CPointer(types.CPointer(types.int64)), types.int32, types.int32, types.int32,
                        types.uint32, types.int64)
@@ -69,7 +69,8 @@ class Watching(Translator):
 def access_kind(instr):
     """The flags of a load, store or atomic instruction."""
     kinds = {"ld": READ, "ldmatrix": READ, "st": WRITE, "red": WRITE | ATOMIC, "atom": READ | WRITE | ATOMIC}
-    return kinds[instr.name] | SHARED * ("shared" in instr.mods) | LOCAL * ("local" in instr.mods)
+    return kinds[instr.name] | SHARED * ("shared" in instr.mods) | LOCAL * ("local" in instr.mods) \
+        | COPY * ("async" in instr.mods)
 
 
 @njit

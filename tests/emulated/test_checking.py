@@ -6,11 +6,12 @@ import re
 
 import numpy as np
 import pytest
-from numba import cuda, float32, int32, uint32
+from numba import cuda, float32, int32, uint32, uint64
 
 import qengine
 from kernels.card import LaunchError
-from kernels.intrinsics import load_words4, warp_sum
+from kernels.intrinsics import (commit_copies, global_address, load_words4, shared_address, start_copy, wait_for_copies,
+                                warp_sum)
 from kernels.open import open_cards
 from tests.oracle import DATA
 
@@ -294,6 +295,85 @@ def test_atomics_are_ordered_among_themselves(checked):
     assert sorted(checked.download(y)) == list(range(64))
     checked.launch(tickets, 1, 64, y, True)
     with pytest.raises(LaunchError, match="race with thread"):
+        checked.synchronize()
+
+
+# ---- shared memory: copies that a thread need not wait for -------------------------------------------------
+
+def copying(n_left, has_barrier=True):
+    """A kernel whose threads start copies of the words of x in turn, and read those of their neighbours. n_left: the
+    groups of copies that a thread does not wait for; one is right."""
+    wait = wait_for_copies(n_left)
+
+    @cuda.jit
+    def copies(y, x, n_turns):
+        shared = cuda.shared.array((2, 64), uint32)
+        t = uint32(cuda.threadIdx.x)
+        other, to = uint32(t ^ uint32(63)), shared_address(shared) + uint64(uint32(t << uint32(2)))
+        source, total, filled = global_address(x) + uint64(uint32(t << uint32(2))), uint32(0), uint64(0)
+        start_copy(to, source)
+        commit_copies()
+        for i in range(n_turns):
+            source = source + uint64(256)
+            filled = uint64(256) - filled
+            start_copy(to + filled, source)
+            commit_copies()
+            wait()
+            if has_barrier:
+                cuda.syncthreads()
+            total += shared[uint32(i & uint32(1)), other]  # fault
+            cuda.syncthreads()
+        y[t] = total
+
+    return copies
+
+
+def test_copies_that_are_waited_for(checked):
+    x, y = np.arange(4 * 64, dtype=np.uint32), checked.zeros(64, np.uint32)
+    passes(checked, copying(1), 2, 64, y, checked.upload(x), 3)
+    np.testing.assert_array_equal(checked.download(y), x.reshape(4, 64)[:3, ::-1].sum(axis=0))
+
+
+@pytest.mark.parametrize("n_left, has_barrier", [(2, True), (1, False)])
+def test_copies_that_are_not_waited_for(checked, n_left, has_barrier):
+    kernel, x = copying(n_left, has_barrier), checked.zeros(4 * 64, np.uint32)
+    checked.launch(kernel, 1, 64, checked.zeros(64, np.uint32), x, 3)
+    with pytest.raises(LaunchError, match=r"a race with a copy of thread|copies 4 bytes .* a race with thread"):
+        checked.synchronize()
+
+
+@cuda.jit
+def early(y, x, how):
+    """A thread's own copy; how: 0 read before the wait, 1 written, 2 not committed, 3 right."""
+    shared = cuda.shared.array(32, uint32)
+    t = uint32(cuda.threadIdx.x)
+    start_copy(shared_address(shared) + uint64(uint32(t << uint32(2))), global_address(x) + uint64(uint32(t << uint32(2))))
+    if how != uint32(2):
+        commit_copies()
+    if how == uint32(1):
+        shared[t] = t
+    if how != uint32(0):
+        wait_for_all()
+    y[t] = shared[t]
+
+
+wait_for_all = wait_for_copies(0)
+
+
+@pytest.mark.parametrize("how", range(4))
+def test_a_thread_and_its_own_copy(checked, how):
+    x, y = np.arange(32, dtype=np.uint32), checked.zeros(32, np.uint32)
+    checked.launch(early, 1, 32, y, checked.upload(x), how)
+    if how == 3:
+        return np.testing.assert_array_equal(checked.download(y), x)
+    with pytest.raises(LaunchError, match=r"thread \((\d+), 0, 0\): .* a race with a copy of thread \(\1, 0, 0\)"):
+        checked.synchronize()
+
+
+def test_a_copy_from_outside_of_an_array(checked):
+    x, y = checked.zeros(31, np.uint32, "x"), checked.zeros(32, np.uint32)
+    checked.launch(early, 1, 32, y, x, 3)
+    with pytest.raises(LaunchError, match=r"thread \(31, 0, 0\): copies 4 bytes .* byte 124 of x \(124 bytes\)"):
         checked.synchronize()
 
 
