@@ -347,7 +347,8 @@ def early(y, x, how):
     """A thread's own copy; how: 0 read before the wait, 1 written, 2 not committed, 3 right."""
     shared = cuda.shared.array(32, uint32)
     t = uint32(cuda.threadIdx.x)
-    start_copy(shared_address(shared) + uint64(uint32(t << uint32(2))), global_address(x) + uint64(uint32(t << uint32(2))))
+    offset = uint64(uint32(t << uint32(2)))
+    start_copy(shared_address(shared) + offset, global_address(x) + offset)
     if how != uint32(2):
         commit_copies()
     if how == uint32(1):
