@@ -14,11 +14,17 @@ by side. It brings each block of k from global to shared memory.
     shared memory       x  [rows of the tile][32] bytes, then [1 to 3][rows] words: scales, scale * sum
                         w  [columns of the tile][32] bytes, then [1 to 3][columns] words: their scales
 
+The scales lie in such an order that a lane loads its own ones of 32 rows, or of 16 columns, as 4 words in a row.
+
 From sm_80 on, x and Q8_0 go there by copies that pass no register, two blocks ahead, into one of three buffers. Weights
 of the other formats must be unpacked, so they pass through registers. On older cards x and all weights pass through
 registers, and there are two buffers: while one block is multiplied, the next lies in the other buffer, and the one
 after that is on its way to registers. A thread computes its addresses in shared memory once (`opaque_address`): the
 compiler would make them anew in each round.
+
+A round multiplies one block of k. In its middle, between the two halves of a warp's columns, the threads store what
+they have loaded in the round before, start copies, and load again. Any place in the round would be right. But from this
+place on, marked by a `syncwarp`, the assembler moves no load forward, so that loads and products alternate.
 
 INSTRUCTIONS has a Form of these products for each `mma`:
 
@@ -38,7 +44,7 @@ Pipe: tensor. But beside one m16n8k32 a lane takes 12 float32 operations for the
 is the issue of instructions (benchmarks/results.md, section tensor_gemm). In the loop of a warp of 64 x 64, on sm_90:
 
                         Q8_0    Q4_K    Q2_K    Q6_K
-    instructions         483     669     831     963
+    instructions         473     650     805     945
     mma and scales       416     544     672     832
 """
 
@@ -54,7 +60,7 @@ from kernels import q8_gemm
 from kernels.bench import Case, main
 from kernels.formats import BLOCK, FORMATS, as_words, on_card, random_raw
 from kernels.intrinsics import (BIAS_WORD, commit_copies, float_as_word, global_address, hadd2, load_matrices,
-                                load_shared, load_shared2, load_shared4, load_words4, mma_f16_8x8x4, mma_s8_8x8x16,
+                                load_shared, load_shared4, load_words4, mma_f16_8x8x4, mma_s8_8x8x16,
                                 mma_s8_16x8x16, mma_s8_16x8x32, opaque_address, prmt, shared_address, start_copy,
                                 start_copy4, store_shared, store_shared4, unbias, wait_for_copies, warp_number,
                                 word_as_float, word_sum)
@@ -137,6 +143,20 @@ def carriers(format, shape):
     return (begin_halves, fetch_halves, True) if format.bits == 8 else (begin, fetch, False)
 
 
+def permuted(bits):
+    """A device function: x with its lowest bits in another order. Bit i of the result is bit bits[i] of x."""
+    n, rest = len(bits), 0xFFFFFFFF >> len(bits) << len(bits)
+
+    @cuda.jit(device=True, forceinline=True)
+    def permute(x):
+        result = uint32(x & uint32(rest))
+        for i in range(n):
+            result = uint32(result | uint32(uint32(uint32(x >> uint32(bits[i])) & uint32(1)) << uint32(i)))
+        return result
+
+    return permute
+
+
 def two_dots(format):
     """Whether the halves of a block have scales of their own."""
     return format.halves or format.float_scales == 2
@@ -148,7 +168,9 @@ class Form(NamedTuple):
     row_bytes: of a block of a row of x or of a column of w, in shared memory. copies: whether int8 may go there from
     global memory through no register. kind: of the dots; as_float: for each of a lane's two pairs of columns of 16 the
     function of a dot that gives its value, float32. words: which a lane holds of 16 rows, or of 16 columns. row_step:
-    from a lane's first row of 16 to its second; column_step: from its first pair of columns to its second.
+    from a lane's first row of 16 to its second; column_step: from its first pair of columns to its second. row_bits,
+    column_bits: the order (`permuted`) in which scales lie, so that a lane's own ones of 32 rows, and those of 16
+    columns, are four words in a row.
 
     The rest are device functions. place(row, half): where the 16 bytes of half a block of a row lie; the other half is
     at this address ^ row_bytes / 2. store(at, w0, ..., w3): stores half a block. row_place(lane), column_place(lane):
@@ -163,6 +185,8 @@ class Form(NamedTuple):
     words: int
     row_step: int
     column_step: int
+    row_bits: tuple
+    column_bits: tuple
     place: Callable
     store: Callable
     row_place: Callable
@@ -245,8 +269,8 @@ def form_of_bytes(two, is_small=False, converts=False, copies=False):
 
     product = (multiply_small_halves if is_small else multiply_halves) if two else \
         multiply_small if is_small else multiply
-    return Form(BLOCK, copies, int32, (float32 if converts else unbias, unbias), 4, 8, 8, place, store, row_place,
-                column_place, load, product, own_row, own_column)
+    return Form(BLOCK, copies, int32, (float32 if converts else unbias, unbias), 4, 8, 8, (3, 4, 0, 1, 2), (0, 3, 1, 2),
+                place, store, row_place, column_place, load, product, own_row, own_column)
 
 
 @cache
@@ -318,8 +342,8 @@ def form_of_halves(two):
     def own_column(lane):
         return uint32(uint32(lane & uint32(2)) + uint32(lane & uint32(8)))
 
-    return Form(2 * BLOCK, False, float32, (float32, float32), 16, 2, 4, place, store, row_place, column_place, load,
-                multiply, own_row, own_column)
+    return Form(2 * BLOCK, False, float32, (float32, float32), 16, 2, 4, (1, 4, 0, 2, 3), (0, 2, 1, 3), place, store,
+                row_place, column_place, load, multiply, own_row, own_column)
 
 
 # Name -> (the oldest architecture for which it is, its Form for a format with one dot for a block or with two).
@@ -352,24 +376,22 @@ def adder(format, as_float):
 
 
 def tensor_kernel(format, shape, instruction):
-    """The kernel for a weight format and a Shape."""
+    """The kernel for a weight format, a Shape and a key of INSTRUCTIONS."""
     rows, columns, down, _, resident = shape
     threads, tile_rows, tile_columns, w_threads = shape.threads, shape.tile_rows, shape.tile_columns, shape.carriers
     each, n_scales, minima, raw_words = tile_columns // w_threads, format.n_scales, format.minima, format.raw_words
-    assert each * w_threads == tile_columns
+    assert each * w_threads == tile_columns and rows % 2 == 0 and threads % 64 == 0
     x_parts, carrying = max(2 * tile_rows // threads, 1), min(2 * tile_rows // 32, threads // 32)
     begin, fetch, w_is_halves = carriers(format, shape)
     form = INSTRUCTIONS[instruction][1](two_dots(format))
-    row_bytes, copies, kind, as_float, words, row_step, column_step, place, store, row_place, column_place, load, \
-        multiply, own_row, own_column = form
+    row_bytes, copies, kind, as_float, words, row_step, column_step, row_bits, column_bits, place, store, row_place, \
+        column_place, load, multiply, own_row, own_column = form
+    scale_row, scale_column = permuted(row_bits), permuted(column_bits)
     add_first, add_second = (adder(format, each) for each in as_float)
     unpack, integers, load_book, n_dots = format.unpack, format.halves, format.load_book, 8 if two_dots(format) else 4
     per_row, half_bytes = 1 + minima, row_bytes // 2
     copies_w, buffers = copies and w_is_halves, 3 if copies else 2
-    wait_for_all = wait_for_copies(0)
-    # The assembler would load the scales of w shortly before they are stored, and 8 warps of an SM do not hide how long
-    # that takes. It moves no load across a barrier.
-    loads_early = copies_w and threads * resident <= 256
+    wait_for_all, makes_sums = wait_for_copies(0), copies and minima > 0
     wait = wait_for_copies(0 if minima else 1)      # the sums of a block are made in the round before its products
     xd_at, w_at = row_bytes * tile_rows, (row_bytes + 4 * per_row) * tile_rows
     wd_at = w_at + row_bytes * tile_columns
@@ -466,33 +488,66 @@ def tensor_kernel(format, shape, instruction):
                     store_shared(to, float_as_word(scale * float32(total)))
                     total = int32(0)
 
+    # What a thread does to bring a block of k from global to shared memory, in three parts, of which each form needs
+    # two or all. held: raw, x_words, x_scales; to: where the thread stores them; sources: the arrays; places: where its
+    # blocks start in them (gemm_tensor_kernel).
+
+    @cuda.jit(device=True, forceinline=True)
+    def fetch_block(held, sources, places, blocks, b, warp):
+        """Loads to registers what passes through them."""
+        (raw, x_words, x_scales), (wq, wd, xq, xd), (starts, x_from, _) = held, sources, places
+        if not w_is_partial or warp < uint32(w_warps):
+            fetch(raw, wq, wd, starts, blocks, b)
+        if not copies and (not is_partial or warp < uint32(carrying)):
+            fetch_rows(x_words, x_scales, xq, xd, x_from, b)
+
+    @cuda.jit(device=True, forceinline=True)
+    def store_block(held, to, filling, book, warp):
+        """Stores what `fetch_block` has loaded."""
+        (raw, x_words, x_scales), (x_to, xd_to, w_to, wd_to) = held, to
+        if not w_is_partial or warp < uint32(w_warps):
+            put_columns(raw, w_to + filling, wd_to + filling, book)
+        if not copies and (not is_partial or warp < uint32(carrying)):
+            put_rows(x_words, x_scales, x_to + filling, xd_to + filling)
+
+    @cuda.jit(device=True, forceinline=True)
+    def copy_block(to, sources, places, filling, b, warp):
+        """Starts the copies of what passes no register, as one group."""
+        (x_to, xd_to, w_to, _), (wq, _, xq, xd), (starts, x_from, xd_from) = to, sources, places
+        if copies_w and (not w_is_partial or warp < uint32(w_warps)):
+            copy_columns(w_to + filling, wq, starts, b)
+        if copies and (not is_partial or warp < uint32(carrying)):
+            copy_rows(x_to + filling, xq, x_from, b)
+        if copies and (not x_is_partial or warp < uint32(scale_warps)):
+            copy_scales(xd_to + filling, xd, xd_from, b)
+        if copies:
+            commit_copies()
+
+    @cuda.jit(device=True, forceinline=True)
+    def load_rows(a, x_scales, x_at, xd_here):
+        """Loads a warp's rows of a block of k, and their scales, from shared memory."""
+        for r in range(rows):
+            load(a[r], x_at + uint64(16 * row_bytes * r))
+        for r in range(0, rows, 2):
+            for p in range(per_row):
+                four = load_shared4(xd_here + uint64(4 * (tile_rows * p + 16 * r)))
+                for i in range(2):
+                    x_scales[r, p, i], x_scales[r + 1, p, i] = word_as_float(four[i]), word_as_float(four[2 + i])
+
     @cuda.jit(device=True, forceinline=True)
     def multiply_columns(acc, first, end, bias, a, x_scales, w_at, wd_here):
+        """acc += the products of a warp's rows with its columns first .. end - 1, in eights."""
         for c in range(first, end, 2):
             b, w_scales = cuda.local.array(words, uint32), cuda.local.array((2, n_scales, 2), uint32)
             load(b, w_at + uint64(8 * row_bytes * c))
-            for j in range(2):
-                for s in range(n_scales):
-                    at = wd_here + uint64(4 * (tile_columns * s + 8 * c + column_step * j))
-                    w_scales[j, s, 0], w_scales[j, s, 1] = load_shared2(at)
+            for s in range(n_scales):
+                w_scales[0, s, 0], w_scales[0, s, 1], w_scales[1, s, 0], w_scales[1, s, 1] = load_shared4(
+                    wd_here + uint64(4 * (tile_columns * s + 8 * c)))
             dots = cuda.local.array((2, n_dots), kind)
             for r in range(rows):
                 multiply(dots, a[r], b, bias)
                 add_first(acc[r, c], dots[0], w_scales[0], x_scales[r])
                 add_second(acc[r, c + 1], dots[1], w_scales[1], x_scales[r])
-
-    @cuda.jit(device=True, forceinline=True)
-    def multiply_block(acc, bias, x_at, w_at, xd_here, wd_here):
-        """acc += one block of k."""
-        a, x_scales = cuda.local.array((rows, words), uint32), cuda.local.array((rows, per_row, 2), float32)
-        for r in range(rows):
-            load(a[r], x_at + uint64(16 * row_bytes * r))
-            for p in range(per_row):
-                for i in range(2):
-                    at = xd_here + uint64(4 * (tile_rows * p + 16 * r + row_step * i))
-                    x_scales[r, p, i] = word_as_float(load_shared(at))
-        multiply_columns(acc, 0, columns // 2, bias, a, x_scales, w_at, wd_here)  # one loop would not be unrolled
-        multiply_columns(acc, columns // 2, columns, bias, a, x_scales, w_at, wd_here)
 
     @cuda.jit(launch_bounds=(threads, resident))
     def gemm_tensor_kernel(y, wq, wd, xq, xd, n, k, n_rows, stride, add):
@@ -502,8 +557,6 @@ def tensor_kernel(format, shape, instruction):
             cuda.blockIdx.y * uint32(tile_columns))
         blocks = uint32(k >> uint32(5))
         last = uint32(blocks - uint32(1))
-        carries, w_carries = not is_partial or warp < uint32(carrying), not w_is_partial or warp < uint32(w_warps)
-        scale_carries = not x_is_partial or warp < uint32(scale_warps)
 
         # What this thread carries from global to shared memory.
         starts, raw = cuda.local.array((each, 3), uint32), cuda.local.array((each, raw_words), uint32)
@@ -527,19 +580,20 @@ def tensor_kernel(format, shape, instruction):
         if not w_is_halves:
             w_to = opaque_address(start + place(thread, uint32(0)) + uint64(w_at))
         row_at = w_to - uint64(w_at)    # of row `thread` of x, where w does not come by halves
-        wd_to = opaque_address(start + uint64(wd_at) + uint64(uint32(thread << uint32(2))))
+        wd_to = opaque_address(start + uint64(wd_at) + uint64(uint32(scale_column(thread) << uint32(2))))
         if copies:
-            xd_to = opaque_address(start + uint64(xd_at) + uint64(uint32(thread << uint32(2))))
+            xd_to = opaque_address(start + uint64(xd_at) + uint64(uint32(scale_row(thread) << uint32(2))))
         else:
-            xd_to = opaque_address(start + uint64(xd_at) + uint64(uint32(pair << uint32(2))) + uint64(
+            xd_to = opaque_address(start + uint64(xd_at) + uint64(uint32(scale_row(pair) << uint32(2))) + uint64(
                 uint32(odd * uint32(4 * tile_rows))))
         warp_row, warp_column = tile_of(warp)
         x_here = opaque_address(start + row_place(lane) + uint64(uint32(warp_row * uint32(row_bytes))))
         w_here = opaque_address(start + column_place(lane) + uint64(w_at) + uint64(
             uint32(warp_column * uint32(row_bytes))))
-        xd_here = opaque_address(start + uint64(xd_at) + uint64(uint32(uint32(warp_row + own_row(lane)) << uint32(2))))
+        xd_here = opaque_address(start + uint64(xd_at) + uint64(
+            uint32(uint32(warp_row + scale_row(own_row(lane))) << uint32(2))))
         wd_here = opaque_address(start + uint64(wd_at) + uint64(
-            uint32(uint32(warp_column + own_column(lane)) << uint32(2))))
+            uint32(uint32(warp_column + scale_column(own_column(lane))) << uint32(2))))
 
         acc = cuda.local.array((rows, columns, 4), float32)
         for r in range(rows):
@@ -550,62 +604,40 @@ def tensor_kernel(format, shape, instruction):
         for i in range(4):      # k is a multiple of 32, so it adds nothing
             bias[i] = int32(uint32(BIAS_WORD) | uint32(k & uint32(1 << i)))
         book = load_book(thread, uint32(threads))
+        held, to = (raw, x_words, x_scales), (x_to, xd_to, w_to, wd_to)
+        sources, places = (wq, wd, xq, xd), (starts, x_from, xd_from)
         filling, block = uint64(0), uint32(0)
         for _ in range(buffers - 1):
             b = min(block, last)
-            if w_carries:
-                fetch(raw, wq, wd, starts, blocks, b)
-                put_columns(raw, w_to + filling, wd_to + filling, book)
-                if copies_w:
-                    copy_columns(w_to + filling, wq, starts, b)
-            if carries and copies:
-                copy_rows(x_to + filling, xq, x_from, b)
-            if scale_carries and copies:
-                copy_scales(xd_to + filling, xd, xd_from, b)
-            if carries and not copies:
-                fetch_rows(x_words, x_scales, xq, xd, x_from, b)
-                put_rows(x_words, x_scales, x_to + filling, xd_to + filling)
-            if copies:
-                commit_copies()
+            fetch_block(held, sources, places, blocks, b, warp)
+            copy_block(to, sources, places, filling, b, warp)
+            store_block(held, to, filling, book, warp)
             filling, block = filling + uint64(buffer), uint32(block + uint32(1))
         b = min(block, last)
-        if w_carries:
-            fetch(raw, wq, wd, starts, blocks, b)
-        if carries and not copies:
-            fetch_rows(x_words, x_scales, xq, xd, x_from, b)
-        now, following, done = uint64(0), uint64(buffer), uint32(0)
-        if copies and minima:
+        fetch_block(held, sources, places, blocks, b, warp)
+        if makes_sums:
             wait()
             cuda.syncthreads()
-            if scale_carries:
+            if not x_is_partial or warp < uint32(scale_warps):
                 put_sums(row_at, xd_to)
+
+        a, row_scales = cuda.local.array((rows, words), uint32), cuda.local.array((rows, per_row, 2), float32)
+        now, following, done = uint64(0), uint64(buffer), uint32(0)
         while done < blocks:
             if copies:
                 wait()
             cuda.syncthreads()
-            if w_carries:
-                put_columns(raw, w_to + filling, wd_to + filling, book)
-                if copies_w:
-                    copy_columns(w_to + filling, wq, starts, b)
-            if carries and copies:
-                copy_rows(x_to + filling, xq, x_from, b)
-            if scale_carries and copies:
-                copy_scales(xd_to + filling, xd, xd_from, b)
-            if copies:
-                commit_copies()
-            if carries and not copies:
-                put_rows(x_words, x_scales, x_to + filling, xd_to + filling)
-            if copies and minima and scale_carries:
+            if makes_sums and (not x_is_partial or warp < uint32(scale_warps)):
                 put_sums(row_at + following, xd_to + following)
+            load_rows(a, row_scales, x_here + now, xd_here + now)
+            multiply_columns(acc, 0, columns // 2, bias, a, row_scales, w_here + now, wd_here + now)
+            copy_block(to, sources, places, filling, b, warp)
+            store_block(held, to, filling, book, warp)
             block = uint32(block + uint32(1))
             b = min(block, last)
-            if w_carries:
-                fetch(raw, wq, wd, starts, blocks, b)
-                if loads_early:
-                    cuda.syncwarp()
-            if carries and not copies:
-                fetch_rows(x_words, x_scales, xq, xd, x_from, b)
-            multiply_block(acc, bias, x_here + now, w_here + now, xd_here + now, wd_here + now)
+            fetch_block(held, sources, places, blocks, b, warp)
+            cuda.syncwarp()
+            multiply_columns(acc, columns // 2, columns, bias, a, row_scales, w_here + now, wd_here + now)
             if copies:
                 now, following, filling = following, filling, now
             else:
