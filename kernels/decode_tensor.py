@@ -6,8 +6,8 @@
     xq  int8    [columns, k]   xd  float32 [columns, k / 32]  of kernels/quantize.py
     y   float32 [columns, stride]
 
-The dot of a block of 32 is an exact integer, however it is made: here by `mma`, of 16 rows of w with 8 columns of x. The
-tree of additions of the decode family has 32 chains: chain h adds blocks h, h + 32, h + 64, ... of a row. So a product
+The dot of a block of 32 is an exact integer, however it is made: here by `mma`, of 16 rows of w with 8 columns of x.
+The tree of additions of the decode family has 32 chains: chain h adds blocks h, h + 32, h + 64, ... of a row. So a product
 splits into 32 parts that nothing joins before the end. Here the warps of a block of threads share a tile of rows of w
 and columns of x. Warp v of 8 makes the chains v, v + 8, v + 16 and v + 24 of all its outputs, one after the other:
 
@@ -44,8 +44,8 @@ from kernels.bench import Case, main
 from kernels.formats import BLOCK, FORMATS, as_words
 from kernels.intrinsics import (BIAS_WORD, commit_copies, float_as_word, global_address, half_to_float, let_next_begin,
                                 load_matrices, load_shared, load_shared4, mma_s8_16x8x16, mma_s8_16x8x32,
-                                opaque_address, shared_address, start_copy4, store_shared, store_shared4, unbias,
-                                wait_for_copies, wait_for_previous, warp_number, word_as_float, word_sum)
+                                opaque_address, prefetch, shared_address, start_copy4, store_shared, store_shared4,
+                                unbias, wait_for_copies, wait_for_previous, warp_number, word_as_float, word_sum)
 from kernels.operands import Matrix, Quantized
 from kernels.swiglu import finish_unit
 
@@ -165,7 +165,8 @@ def carrier_of_weights(format, shape, layout, swiglu):
     threads, w_block, wd_at, pitch = shape.threads, layout.w_block, layout.wd, 4 * (shape.tile_rows + 4)
     count, apart, row_of = CHAINS * shape.tile_rows // threads, threads // CHAINS, row_function(shape, swiglu)
     starts_of, fetch_block, unpack, n_scales = format.starts, format.stream, format.unpack, format.n_scales
-    integers = format.halves
+    integers, of_plane = format.halves, CHAINS * format.planes[0]
+    of_scales = STAGE * format.wd_words // format.file_block
 
     @cuda.jit(device=True, forceinline=True)
     def begin(starts, first, n, k, thread):
@@ -197,7 +198,15 @@ def carrier_of_weights(format, shape, layout, swiglu):
                 store_shared(scales_at + uint64(uint32(uint32(row << uint32(2)) + uint32(s * CHAINS * pitch))),
                              scales[s])
 
-    return begin, fetch, put
+    @cuda.jit(device=True, forceinline=True)
+    def prefetch_rows(wq, wd, starts, group, thread):
+        """Brings what `fetch` will load into the second-level cache."""
+        if thread & uint32(7) == uint32(0):
+            for m in range(count):
+                prefetch(wq, uint32(starts[m] + uint32(group * uint32(of_plane))))
+                prefetch(wd, uint32(starts[count + m] + uint32(group * uint32(of_scales))))
+
+    return begin, fetch, put, prefetch_rows
 
 
 def copier_of_columns(format, shape, layout):
@@ -353,7 +362,7 @@ def product_functions(format, shape, layout, converts):
 
 
 @cache
-def tensor_kernel(format, shape, swiglu, converts):
+def tensor_kernel(format, shape, swiglu, converts, ahead=0):
     """The kernel of y <- (y +) w . x or, with `swiglu`, of (q, d) <- quantised silu(gate . x) * (up . x)."""
     layout = layout_of(format, shape)
     rows, eights, _, resident = shape
@@ -372,8 +381,12 @@ def tensor_kernel(format, shape, swiglu, converts):
         @cuda.jit(device=True, forceinline=True)
         def put_w(to, raw, thread, book):
             pass
+
+        @cuda.jit(device=True, forceinline=True)
+        def prefetch_w(wq, wd, starts, group, thread):
+            pass
     else:
-        begin_w, fetch_w, put_w = carrier_of_weights(format, shape, layout, swiglu)
+        begin_w, fetch_w, put_w, prefetch_w = carrier_of_weights(format, shape, layout, swiglu)
         carried = CHAINS * tile_rows // threads
         n_starts, raw_shape = 2 * carried, (carried, format.raw_words)
 
@@ -415,6 +428,11 @@ def tensor_kernel(format, shape, swiglu, converts):
                 copy_w(start + filling, wq, wd, starts, group, thread)
             group, filling = following(group, groups), next_buffer(filling)
         fetch_w(raw, wq, wd, starts, k, uint32(0), thread)
+        later, n_later = uint32(0), uint32(0)
+        for _ in range(ahead):
+            later, n_later = following(later, groups), uint32(n_later + uint32(1))
+            if n_later < groups:
+                prefetch_w(wq, wd, starts, later, thread)
         book = load_book(thread, uint32(threads))
         wait_for_previous()
         group, filling = uint32(0), uint64(0)
@@ -474,6 +492,10 @@ def tensor_kernel(format, shape, swiglu, converts):
                 if uint32(done + uint32(1)) < groups:
                     carried = following(carried, groups)
                     fetch_w(raw, wq, wd, starts, k, carried, thread)
+            if ahead:
+                later, n_later = following(later, groups), uint32(n_later + uint32(1))
+                if n_later < groups:
+                    prefetch_w(wq, wd, starts, later, thread)
             multiply_stage(acc, bias, w_at + now, x_at + now, wd_at + now, xd_at + now, shift)
             now = next_buffer(now)
             if uint32(at + uint32(PASSES)) >= groups:   # the last stage of a pass
@@ -563,18 +585,20 @@ SHAPES = {"32 x 8": Shape(2, 1, 1, 2), "32 x 16": Shape(2, 2, 1, 2), "32 x 24": 
           "64 x 32 of 16 warps": Shape(2, 4, 2, 1)}
 
 
-def tensor_gemv(card, y, stride, w, x, columns, add=False, *, shape, converts=True, stream=None):
+def tensor_gemv(card, y, stride, w, x, columns, add=False, *, shape, converts=True, ahead=0, stream=None):
     """`gemv` of kernels/q8_gemv.py. w: a Matrix. x: Quantized."""
     format = FORMATS[w.format]
-    card.launch(tensor_kernel(format, shape, False, converts), _grid(shape, w.n, columns), (32, shape.threads // 32),
+    kernel, block = tensor_kernel(format, shape, False, converts, ahead), (32, shape.threads // 32)
+    card.launch(kernel, _grid(shape, w.n, columns), block,
                 y.reshape(-1), stride, w.values.reshape(-1), as_words(w.scales), *x.flat, w.n, w.k, columns, add,
                 shared=shared_bytes(format, shape), stream=stream)
 
 
-def tensor_gemv_swiglu(card, out, w, x, columns, *, shape, converts=True, stream=None):
+def tensor_gemv_swiglu(card, out, w, x, columns, *, shape, converts=True, ahead=0, stream=None):
     """out, Quantized <- quantised silu(gate . x) * (up . x). w: the rows of gate, below them those of up."""
     format, n = FORMATS[w.format], w.n // 2
-    card.launch(tensor_kernel(format, shape, True, converts), _grid(shape, w.n, columns), (32, shape.threads // 32),
+    kernel, block = tensor_kernel(format, shape, True, converts, ahead), (32, shape.threads // 32)
+    card.launch(kernel, _grid(shape, w.n, columns), block,
                 *out.flat, w.values.reshape(-1), as_words(w.scales), *x.flat, n, w.k, columns,
                 shared=shared_bytes(format, shape), stream=stream)
 
