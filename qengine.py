@@ -564,7 +564,7 @@ class DenseMLP:
         (_, matrix), s, c = self.gate_up.parts[0], model.scratch, model.config
         q8_gemv.norm_gemv_swiglu(model.card, decoder_of(matrix), s.inner.quantized, matrix,
                                  norm.NormInput(s.x, self.norm, c.norm_eps), s.activations[c.hidden_dim].quantized,
-                                 run.rows.n)
+                                 run.rows.n, products=model.products)
         model.project(run, s.x, self.down, s.inner, add=True)
 
 
@@ -829,7 +829,8 @@ class Model:
         u = self.scratch.activations[matrices[0].k]
         if isinstance(run, DecodePass) and self.is_fused(stack):
             matrix, = matrices
-            q8_gemv.norm_gemv(card, decoder_of(matrix), y, stack.stride, matrix, normed, u.quantized, n)
+            q8_gemv.norm_gemv(card, decoder_of(matrix), y, stack.stride, matrix, normed, u.quantized, n,
+                              products=self.products)
             return
         if any(matrix.is_quantized for matrix in matrices):
             norm.rms_norm_quantize(card, u.quantized, normed, n, u.k)
@@ -849,7 +850,7 @@ class Model:
             if own and matrix.format == "Q8_0":
                 own(card, *arguments)
             elif decodes:
-                q8_gemv.gemv(card, decoder_of(matrix), *arguments)
+                q8_gemv.gemv(card, decoder_of(matrix), *arguments, products=self.products)
             else:
                 self.products.multiply(*arguments, concurrent=run.shares_card)
         else:

@@ -7,9 +7,9 @@
     y   float32 [columns, stride]
 
 The dot of a block of 32 is an exact integer, however it is made: here by `mma`, of 16 rows of w with 8 columns of x.
-The tree of additions of the decode family has 32 chains: chain h adds blocks h, h + 32, h + 64, ... of a row. So a product
-splits into 32 parts that nothing joins before the end. Here the warps of a block of threads share a tile of rows of w
-and columns of x. Warp v of 8 makes the chains v, v + 8, v + 16 and v + 24 of all its outputs, one after the other:
+The tree of additions of the decode family has 32 chains: chain h adds blocks h, h + 32, h + 64, ... of a row. So a
+product splits into 32 parts that nothing joins before the end. Here the warps of a block of threads share a tile of
+rows of w and columns of x. Warp v of 8 makes the chains v, v + 8, v + 16 and v + 24 of its outputs, one by one:
 
     stage:  8 neighbouring blocks of k, one for each warp, of all rows of w and columns of x of the tile
     pass:   every fourth stage along k: one chain of each warp, in registers. Then each lane adds it to its total
@@ -41,13 +41,13 @@ from numba.types import float32, int32, uint16, uint32, uint64
 
 from kernels import decode_tile
 from kernels.bench import Case, main
-from kernels.formats import BLOCK, FORMATS, as_words
+from kernels.formats import BLOCK, FORMATS, as_words, on_card, random_raw
 from kernels.intrinsics import (BIAS_WORD, commit_copies, float_as_word, global_address, half_to_float, let_next_begin,
                                 load_matrices, load_shared, load_shared4, mma_s8_16x8x16, mma_s8_16x8x32,
                                 opaque_address, prefetch, shared_address, start_copy4, store_shared, store_shared4,
                                 unbias, wait_for_copies, wait_for_previous, warp_number, word_as_float, word_sum)
 from kernels.operands import Matrix, Quantized
-from kernels.swiglu import finish_unit
+from kernels.swiglu import finish_unit, swiglu_quantize
 
 CHAINS, PASSES = 8, 4       # chains of a stage, one for each warp; passes over k
 STAGE = CHAINS * BLOCK      # numbers of a row
@@ -579,24 +579,54 @@ def tensor_kernel(format, shape, swiglu, converts, ahead=0):
 
 # ---- launches: they write in place and never allocate ------------------------------------------------------
 
-SHAPES = {"32 x 8": Shape(2, 1, 1, 2), "32 x 16": Shape(2, 2, 1, 2), "32 x 24": Shape(2, 3, 1, 2),
-          "32 x 32": Shape(2, 4, 1, 2), "32 x 64": Shape(2, 8, 1, 1), "64 x 8": Shape(4, 1, 1, 2),
-          "64 x 16": Shape(4, 2, 1, 2), "64 x 32": Shape(4, 4, 1, 1), "64 x 16 of 16 warps": Shape(2, 2, 2, 1),
-          "64 x 32 of 16 warps": Shape(2, 4, 2, 1)}
+SHAPES = {"32 x 8": Shape(2, 1, 1, 2), "32 x 16": Shape(2, 2, 1, 2), "32 x 32": Shape(2, 4, 1, 2),
+          "32 x 64": Shape(2, 8, 1, 1), "64 x 8": Shape(4, 1, 1, 2), "64 x 16": Shape(4, 2, 1, 2),
+          "64 x 32": Shape(4, 4, 1, 1), "64 x 32 of 16 warps": Shape(2, 4, 2, 1)}
+LEAST = 3       # columns; fewer are faster with kernels/q8_gemv.py
 
 
-def tensor_gemv(card, y, stride, w, x, columns, add=False, *, shape, converts=True, ahead=0, stream=None):
+def takes(card, format, k, columns, swiglu=False):
+    """Whether these kernels can make a product, and are worth it where tensor cores are whole."""
+    return columns >= LEAST and k % STAGE == 0 and bool(_fitting(card, format, swiglu))
+
+
+def shapes_of(format):
+    """The shapes for which a thread has the registers."""
+    return [shape for shape in SHAPES.values()]
+
+
+def _fitting(card, format, swiglu):
+    """The shapes for which a block of threads has the registers and the shared memory."""
+    room = card.max_shared - format.book_bytes
+    return [shape for shape in shapes_of(format) if (shape.tile_rows == 2 * BLOCK or not swiglu)
+            and shared_bytes(format, shape) + swiglu * 8 * BLOCK * shape.tile_columns <= room]
+
+
+def shape_for(card, format, n, columns, swiglu=False):
+    """The Shape with which a product takes the least time."""
+    def time(shape):
+        blocks = -(-n // shape.tile_rows) * -(-columns // shape.tile_columns)
+        return -(-blocks // (card.n_sms * shape.resident)) * shape.resident * shape.tile_rows * (
+            8 + shape.tile_columns)
+
+    return min(_fitting(card, format, swiglu), key=time)
+
+
+def tensor_gemv(card, y, stride, w, x, columns, add=False, *, shape=None, converts=True, ahead=0,
+                stream=None):
     """`gemv` of kernels/q8_gemv.py. w: a Matrix. x: Quantized."""
     format = FORMATS[w.format]
+    shape = shape or shape_for(card, format, w.n, columns)
     kernel, block = tensor_kernel(format, shape, False, converts, ahead), (32, shape.threads // 32)
     card.launch(kernel, _grid(shape, w.n, columns), block,
                 y.reshape(-1), stride, w.values.reshape(-1), as_words(w.scales), *x.flat, w.n, w.k, columns, add,
                 shared=shared_bytes(format, shape), stream=stream)
 
 
-def tensor_gemv_swiglu(card, out, w, x, columns, *, shape, converts=True, ahead=0, stream=None):
+def tensor_gemv_swiglu(card, out, w, x, columns, *, shape=None, converts=True, ahead=0, stream=None):
     """out, Quantized <- quantised silu(gate . x) * (up . x). w: the rows of gate, below them those of up."""
     format, n = FORMATS[w.format], w.n // 2
+    shape = shape or shape_for(card, format, w.n, columns, True)
     kernel, block = tensor_kernel(format, shape, True, converts, ahead), (32, shape.threads // 32)
     card.launch(kernel, _grid(shape, w.n, columns), block,
                 *out.flat, w.values.reshape(-1), as_words(w.scales), *x.flat, n, w.k, columns,
@@ -606,3 +636,71 @@ def tensor_gemv_swiglu(card, out, w, x, columns, *, shape, converts=True, ahead=
 def _grid(shape, n, columns):
     """Tiles side by side, and one below the other. Those that share weights are neighbours."""
     return -(-columns // shape.tile_columns), -(-n // shape.tile_rows)
+
+
+# ---- check and time ----------------------------------------------------------------------------------------
+
+CASES = [(33, 256, 3), (40, 1280, 24), (70, 2560, 70)]  # n, k, columns
+
+
+def operands(card, format, n, k, columns):
+    """(Matrix, Quantized) of random numbers."""
+    rng = np.random.default_rng((n, k, columns))
+    w = Matrix(format.name, n, k, *on_card(card, format, random_raw(rng, format, n, k), n, k))
+    xq, xd = rng.integers(-127, 128, (columns, k), np.int8), rng.random((columns, k // BLOCK), np.float32)
+    return w, Quantized(card.upload(xq), card.upload(xd))
+
+
+def poisoned(card, *shape, dtype=np.float32):
+    array = card.alloc(shape, dtype)
+    card.poison(array)
+    return array
+
+
+def check(card, format, n, k, columns, shape=None, converts=True):
+    """Compares the bits of products of random matrices with those of kernels/decode_tile.py, alone and added to what is
+    there, with numbers around each column and a column more. Returns 0, the error."""
+    w, x = operands(card, format, n, k, columns)
+    y, want = poisoned(card, columns + 1, n + 3), poisoned(card, columns + 1, n + 3)
+    for add in False, True:
+        tensor_gemv(card, y.reshape(-1)[1:], n + 3, w, x, columns, add, shape=shape, converts=converts)
+        decode_tile.tile_gemv(card, want.reshape(-1)[1:], n + 3, w, x, columns, add)
+    np.testing.assert_array_equal(card.download(y).view(np.uint32), card.download(want).view(np.uint32))
+    return 0.0
+
+
+def check_swiglu(card, format, n, k, columns, shape=None, converts=True):
+    """The same of `tensor_gemv_swiglu` and of the product and swiglu_quantize. n: rows of gate, a multiple of 32."""
+    w, x = operands(card, format, 2 * n, k, columns)
+    both = poisoned(card, columns, 2 * n)
+    out, want = (Quantized(poisoned(card, columns + 1, n, dtype=np.int8), poisoned(card, columns + 1, n // BLOCK))
+                 for _ in range(2))
+    decode_tile.tile_gemv(card, both, 2 * n, w, x, columns)
+    swiglu_quantize(card, want, both, columns, n)
+    tensor_gemv_swiglu(card, out, w, x, columns, shape=shape, converts=converts)
+    for got, expected in zip(out, want):
+        np.testing.assert_array_equal(card.download(got).view(np.uint8), card.download(expected).view(np.uint8))
+    return 0.0
+
+
+TIMED = [(4096, 4096, 8), (4096, 4096, 16), (4096, 4096, 64), (24576, 4096, 32), (24576, 4096, 64)]
+
+
+def cases(card):
+    """The checks, then times; several matrices in turn, so that no cache holds them."""
+    for format in FORMATS.values():
+        for case in CASES:
+            yield Case("{} x {}, {} columns, ".format(*case) + format.name, partial(check, card, format, *case))
+    for format in FORMATS.values():
+        for n, k, columns in TIMED:
+            copies = [[card.zeros(*array) for array in format.arrays(n, k)] for _ in range(1 + 2**27 // (n * k))]
+            turns = cycle([Matrix(format.name, n, k, *copy) for copy in copies])
+            x = Quantized(card.zeros((columns, k), np.int8), card.zeros((columns, k // BLOCK), np.float32))
+            y = card.alloc((columns, n), np.float32)
+            yield Case(f"{format.name} {n} x {k}, {columns} columns",
+                       launch=lambda: tensor_gemv(card, y, n, next(turns), x, columns),
+                       n_bytes=sum(a.nbytes for a in (*copies[0], *x, y)), n_ops=2 * n * k * columns, pipe="tensor")
+
+
+if __name__ == "__main__":
+    main("Several columns of a decode step on tensor cores", cases)

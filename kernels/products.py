@@ -1,7 +1,9 @@
-"""Which kernels multiply the rows of prompts on a card, those of dp4a or those of tensor cores. Their bits are equal.
+"""Which kernels multiply several rows on a card, those of dp4a or those of tensor cores. Their bits are equal.
 
-    dp4a      kernels/q8_gemm.py
-    tensor    kernels/tensor_gemm.py, on cards from Volta on
+                rows of prompts           rows of decode steps
+    dp4a        kernels/q8_gemm.py        kernels/q8_gemv.py, decode_tile.py
+    tensor      kernels/tensor_gemm.py    kernels/decode_tensor.py
+                from Volta on             from sm_80 on
 
 Which of the two is faster, the name of a card does not say: vendors slow single instructions down, dp4a on some cards,
 tensor cores on others. So `measure_products` finds it out, once on each card and for each weight format:
@@ -15,7 +17,8 @@ What was found is kept beside the report of the probe. Times are found anew when
 
 The engine's own products have other sizes. Each kernel's `relative_time` knows how its time depends on the size. That
 of tensor cores is multiplied by a factor of the card and the format: with it, the two times have at [N, K] and ROWS
-the ratio that was measured. For each size, the kernel with the shorter time multiplies.
+the ratio that was measured. For each size, the kernel with the shorter time multiplies. Decode steps are not measured:
+from a number of rows on they go by tensor cores where the measured product does.
 
 Nothing depends on the choice but time. So it is harmless if a measurement was disturbed; `--probe` repeats it.
 """
@@ -31,7 +34,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kernels import probe, q8_gemm, synthetic, tensor_gemm
+from kernels import decode_tensor, probe, q8_gemm, synthetic, tensor_gemm
 from kernels.card import CardError, OutOfMemory
 from kernels.compile import CompileError
 from kernels.formats import FORMATS
@@ -84,7 +87,7 @@ def form_of(instruction):
 
 
 class Products:
-    """The products of the rows of prompts on one card.
+    """The products of several rows, of prompts and of decode steps, on one card.
 
     wish: "dp4a" and "tensor" name the kernels; "auto" takes for each size those that are faster, by what
     `measure_products` has found. On a card where nothing was measured, that is dp4a. found: a Found, or None.
@@ -121,6 +124,27 @@ class Products:
             return False
         on_tensor = tensor_gemm.relative_time(self.card, n, k, sizes, FORMATS[format])
         return on_tensor * self.factors[format] < q8_gemm.relative_time(self.card, n, k, sizes)
+
+    def takes(self, w, columns, swiglu=False):
+        """Whether tensor cores make a product of a decode step. swiglu: of gate and up, quantised together. Emulated
+        cards are faster without."""
+        form = instruction_of(self.card) or ""
+        return (form.startswith("m16n8k32") and self.card.kind != "emulated"
+                and decode_tensor.takes(self.card, FORMATS[w.format], w.k, columns, swiglu)
+                and self.uses_tensor(w.format, N, K, (ROWS,)))
+
+    def gemv(self, y, stride, w, x, columns, add=False, *, stream=None):
+        """What it takes: `gemv` of kernels/q8_gemv.py."""
+        decode_tensor.tensor_gemv(self.card, y, stride, w, x, columns, add, converts=self.converts, stream=stream)
+
+    def gemv_swiglu(self, out, w, x, columns, *, stream=None):
+        """What it takes of gate and up: out <- quantised silu(gate . x) * (up . x)."""
+        decode_tensor.tensor_gemv_swiglu(self.card, out, w, x, columns, converts=self.converts, stream=stream)
+
+    @property
+    def converts(self):
+        """Whether the card converts integers fast."""
+        return "mixed" in instruction_of(self.card)
 
     @functools.cached_property
     def factors(self):

@@ -789,12 +789,15 @@ def swiglu_kernel(decoder, columns, shape, fused):
 
 # ---- launches: they write in place and never allocate -----------------------------------------------------
 
-def gemv(card, decoder, y, stride, w, x, columns, add=False, *, stream=None):
+def gemv(card, decoder, y, stride, w, x, columns, add=False, *, products=None, stream=None):
     """y <- (y +) w . x.
 
     decoder: of the format of w, a Matrix [n, k]. x: Quantized, `columns` columns of k values. y: float32; column c has
-    n numbers from c * stride on. stride is larger than n where several products write next to each other. One launch
-    per sixteen columns."""
+    n numbers from c * stride on. stride is larger than n where several products write next to each other. products: the
+    Products of the card (kernels/products.py), if tensor cores may make those that they make faster. One launch per
+    sixteen columns, or of tiles."""
+    if products and products.takes(w, columns):
+        return products.gemv(y, stride, w, x, columns, add, stream=stream)
     if takes(card, w, columns):
         return tile_gemv(card, y, stride, w, x, columns, add, stream=stream)
     n, k, y, (xq, xd) = w.n, w.k, y.reshape(-1), x.flat
@@ -808,7 +811,7 @@ def gemv(card, decoder, y, stride, w, x, columns, add=False, *, stream=None):
                     add, stream=stream)
 
 
-def norm_gemv(card, decoder, y, stride, w, x, u, columns, *, stream=None):
+def norm_gemv(card, decoder, y, stride, w, x, u, columns, *, products=None, stream=None):
     """y <- w . (quantised RMSNorm of x): the bits of rms_norm_quantize followed by `gemv`.
 
     x: NormInput of `columns` columns of k values. u: Quantized of the same size, scratch for the norm of several
@@ -816,14 +819,14 @@ def norm_gemv(card, decoder, y, stride, w, x, u, columns, *, stream=None):
     n, k = w.n, w.k
     if columns > 1 or k > MAX_FUSED:
         rms_norm_quantize(card, u, x, columns, k, stream=stream)
-        return gemv(card, decoder, y, stride, w, u, columns, stream=stream)
+        return gemv(card, decoder, y, stride, w, u, columns, products=products, stream=stream)
     shape = shape_for(card, decoder, 1, k)
     grid, shares = _shares(n, shape, card.n_sms)
     card.launch(gemv_kernel(decoder, 1, shape, True, decoder.planes), grid, (32, shape.warps), y.reshape(-1), stride,
                 *flat_weights(w), x.values.reshape(-1), x.weight, float(x.eps), n, k, *shares, stream=stream)
 
 
-def norm_gemv_swiglu(card, decoder, out, w, x, u, columns, *, stream=None):
+def norm_gemv_swiglu(card, decoder, out, w, x, u, columns, *, products=None, stream=None):
     """out <- quantised silu(gate . v) * (up . v), v the quantised RMSNorm of x: the bits of `norm_gemv` followed by
     swiglu_quantize.
 
@@ -843,6 +846,8 @@ def norm_gemv_swiglu(card, decoder, out, w, x, u, columns, *, stream=None):
                     x.values.reshape(-1), x.weight, float(x.eps), n, k, *shares, stream=stream)
         return
     rms_norm_quantize(card, u, x, columns, k, stream=stream)
+    if products and products.takes(w, columns, swiglu=True):
+        return products.gemv_swiglu(out, w, u, columns, stream=stream)
     if takes(card, w, columns, swiglu=True):
         return tile_gemv_swiglu(card, out, w, u, columns, stream=stream)
     xq, xd = u.flat
