@@ -8,7 +8,7 @@ which a token meets them:
     q8_gemm.py, tensor_gemm.py          matrix products of prompts, by dp4a and by tensor cores
     products.py                         which of the two is faster on a card
     q8_gemv.py, quant_gemv.py           matrix-vector products of decode steps, Q8_0 and packed formats
-    decode_tile.py                      the same for many columns at once
+    decode_tile.py, decode_tensor.py    the same for many columns at once, by dp4a and by tensor cores
     float_matmul.py                     both, for weights that are stored as floats
     conv.py, gdn.py, gdn_decode.py      Gated DeltaNet: convolution, delta rule of prompts, of a decode step
     rope.py, attention.py               attention of prompts

@@ -31,6 +31,7 @@ scales of its 4 numbers. So with more columns the bound is the issue of instruct
 Measured: benchmarks/results.md, section decode_tensor.
 """
 
+from collections.abc import Callable
 from functools import cache, partial
 from itertools import cycle
 from typing import NamedTuple
@@ -130,9 +131,45 @@ def row_function(shape, swiglu):
     return row_of_pair if swiglu else row_of
 
 
-def copier_of_weights(shape, layout, swiglu):
-    """(begin, copy) for Q8_0: begin(starts, first, n, k, thread) finds where the pieces of a thread start, 16 bytes
-    each; copy(to, wq, wd, starts, group, thread) starts to copy those of one stage, and the scales of a row."""
+class Weights(NamedTuple):
+    """How w comes to shared memory. What a thread brings starts at the places in uint32 [n_starts] and is in uint32
+    raw_shape on the way. `group` is the number of a stage's blocks along k, `first` the first output of the tile.
+
+    begin(starts, first, n, k, thread) finds these places. copy(to, wq, wd, starts, group, thread) starts to copy a
+    stage. Or fetch(raw, wq, wd, starts, k, group, thread) loads it, put(to, raw, thread, book) unpacks and stores it,
+    and prefetch(wq, wd, starts, group, thread) brings what `fetch` will load to the second-level cache.
+    """
+    n_starts: int
+    raw_shape: tuple
+    begin: Callable
+    copy: Callable
+    fetch: Callable
+    put: Callable
+    prefetch: Callable
+
+
+@cuda.jit(device=True, forceinline=True)
+def no_copy(to, wq, wd, starts, group, thread):
+    pass
+
+
+@cuda.jit(device=True, forceinline=True)
+def no_fetch(raw, wq, wd, starts, k, group, thread):
+    pass
+
+
+@cuda.jit(device=True, forceinline=True)
+def no_put(to, raw, thread, book):
+    pass
+
+
+@cuda.jit(device=True, forceinline=True)
+def no_prefetch(wq, wd, starts, group, thread):
+    pass
+
+
+def copied(shape, layout, swiglu):
+    """The Weights of Q8_0. A thread copies pieces of 16 bytes, and the scales of a row."""
     threads, rows, w_block, wd_at = shape.threads, shape.tile_rows, layout.w_block, layout.wd
     count, apart, row_of = 2 * CHAINS * rows // threads, threads // (2 * CHAINS), row_function(shape, swiglu)
 
@@ -156,12 +193,11 @@ def copier_of_weights(shape, layout, swiglu):
             scales = global_address(wd) + uint64(uint32(starts[count] + uint32(group << uint32(4))))
             start_copy4(to + uint64(wd_at) + uint64(uint32(thread << uint32(4))), scales)
 
-    return begin, copy
+    return Weights(count + 1, (1, 1), begin, copy, no_fetch, no_put, no_prefetch)
 
 
-def carrier_of_weights(format, shape, layout, swiglu):
-    """(begin, fetch, put) for the other formats. A thread carries `count` whole blocks: fetch(raw, wq, wd, starts, k,
-    group, thread) loads those of one stage; put(to, raw, thread, book) unpacks and stores them."""
+def carried(format, shape, layout, swiglu):
+    """The Weights of the other formats. A thread carries whole blocks."""
     threads, w_block, wd_at, pitch = shape.threads, layout.w_block, layout.wd, 4 * (shape.tile_rows + 4)
     count, apart, row_of = CHAINS * shape.tile_rows // threads, threads // CHAINS, row_function(shape, swiglu)
     starts_of, fetch_block, unpack, n_scales = format.starts, format.stream, format.unpack, format.n_scales
@@ -206,11 +242,11 @@ def carrier_of_weights(format, shape, layout, swiglu):
                 prefetch(wq, uint32(starts[m] + uint32(group * uint32(of_plane))))
                 prefetch(wd, uint32(starts[count + m] + uint32(group * uint32(of_scales))))
 
-    return begin, fetch, put, prefetch_rows
+    return Weights(2 * count, (count, format.raw_words), begin, no_copy, fetch, put, prefetch_rows)
 
 
-def copier_of_columns(format, shape, layout):
-    """(begin, copy, put_sums) for x, as `copier_of_weights`. put_sums(at, thread): scale * sum of the blocks, or half
+def columns_function(format, shape, layout):
+    """(n_starts, begin, copy, put_sums) for x, as in Weights. put_sums(at, thread): scale * sum of the blocks, or half
     blocks, of a stage that has come, for formats with a minimum."""
     threads, columns, x_block, minima = shape.threads, shape.tile_columns, layout.x_block, format.minima
     pieces, x_at, xd_at = 2 * CHAINS * columns, layout.x, layout.xd
@@ -262,7 +298,7 @@ def copier_of_columns(format, shape, layout):
                         store_shared(scale_at + to, float_as_word(scale * float32(total)))
                         total = int32(0)
 
-    return count, begin, copy, put_sums
+    return count + 1, begin, copy, put_sums
 
 
 # ---- products ----------------------------------------------------------------------------------------------
@@ -369,31 +405,10 @@ def tensor_kernel(format, shape, swiglu, converts, ahead=0):
     threads, tile_rows, tile_columns = shape.threads, shape.tile_rows, shape.tile_columns
     outputs = tile_rows // 2 if swiglu else tile_rows      # numbers of a column that a tile makes
     buffer, end, copies_w = layout.end, BUFFERS * layout.end, format.bits == 8
-    n_x, begin_x, copy_x, put_sums = copier_of_columns(format, shape, layout)
-    if copies_w:
-        begin_w, copy_w = copier_of_weights(shape, layout, swiglu)
-        n_starts, raw_shape = 2 * CHAINS * tile_rows // threads + 1, (1, 1)
-
-        @cuda.jit(device=True, forceinline=True)
-        def fetch_w(raw, wq, wd, starts, k, group, thread):
-            pass
-
-        @cuda.jit(device=True, forceinline=True)
-        def put_w(to, raw, thread, book):
-            pass
-
-        @cuda.jit(device=True, forceinline=True)
-        def prefetch_w(wq, wd, starts, group, thread):
-            pass
-    else:
-        begin_w, fetch_w, put_w, prefetch_w = carrier_of_weights(format, shape, layout, swiglu)
-        carried = CHAINS * tile_rows // threads
-        n_starts, raw_shape = 2 * carried, (carried, format.raw_words)
-
-        @cuda.jit(device=True, forceinline=True)
-        def copy_w(to, wq, wd, starts, group, thread):
-            pass
-    n_x_starts, acc_shape, minima, load_book = n_x + 1, (rows, eights, 4), format.minima, format.load_book
+    n_starts, raw_shape, begin_w, copy_w, fetch_w, put_w, prefetch_w = (
+        copied(shape, layout, swiglu) if copies_w else carried(format, shape, layout, swiglu))
+    n_x_starts, begin_x, copy_x, put_sums = columns_function(format, shape, layout)
+    acc_shape, minima, load_book = (rows, eights, 4), format.minima, format.load_book
     multiply_stage, w_place, x_place = product_functions(format, shape, layout, converts)
     wait = wait_for_copies(BUFFERS - 3 if minima else BUFFERS - 2)  # sums are made a stage before their products
     wait_for_all = wait_for_copies(0)
@@ -404,7 +419,7 @@ def tensor_kernel(format, shape, swiglu, converts, ahead=0):
 
     @cuda.jit(device=True, forceinline=True)
     def following(group, groups):
-        """The stage after a stage; in the last pass's place the first of no pass."""
+        """The stage after a stage: of the same pass, or the first of the next."""
         after = uint32(group + uint32(PASSES))
         return after if after < groups else uint32(uint32(group & uint32(PASSES - 1)) + uint32(1))
 
@@ -414,38 +429,42 @@ def tensor_kernel(format, shape, swiglu, converts, ahead=0):
         return uint64(0) if at == uint64(end) else at
 
     @cuda.jit(device=True, forceinline=True)
-    def add_products(total, wq, wd, xq, xd, n, k, n_columns, lane, warp, first, first_column):
-        """total <- the lane's part of the sums t of its chains."""
-        thread, groups = uint32(uint32(warp << uint32(5)) + lane), uint32(k >> uint32(8))
-        start = shared_address(cuda.shared.array(0, uint32, alignment=128))
-        starts, x_starts = cuda.local.array(n_starts, uint32), cuda.local.array(n_x_starts, uint32)
-        raw = cuda.local.array(raw_shape, uint32)
+    def buffers():
+        return shared_address(cuda.shared.array(0, uint32, alignment=128))
+
+    @cuda.jit(device=True, forceinline=True)
+    def start(starts, raw, wq, wd, n, k, first, thread):
+        """The first loads of w, which no kernel before this one has written."""
+        groups, to = uint32(k >> uint32(8)), buffers()
         begin_w(starts, first, n, k, thread)
-        begin_x(x_starts, first_column, n_columns, k, thread)
-        group, filling = uint32(0), uint64(0)
-        for s in range(BUFFERS - 1):
-            if uint32(s) < groups:
-                copy_w(start + filling, wq, wd, starts, group, thread)
-            group, filling = following(group, groups), next_buffer(filling)
         fetch_w(raw, wq, wd, starts, k, uint32(0), thread)
-        later, n_later = uint32(0), uint32(0)
-        for _ in range(ahead):
-            later, n_later = following(later, groups), uint32(n_later + uint32(1))
-            if n_later < groups:
-                prefetch_w(wq, wd, starts, later, thread)
-        book = load_book(thread, uint32(threads))
-        wait_for_previous()
-        group, filling = uint32(0), uint64(0)
+        group = uint32(0)
+        for s in range(max(BUFFERS - 1, ahead + 1)):
+            if uint32(s) < groups:
+                if s < BUFFERS - 1:
+                    copy_w(to + uint64(buffer * s), wq, wd, starts, group, thread)
+                if 0 < s <= ahead:
+                    prefetch_w(wq, wd, starts, group, thread)
+            group = following(group, groups)
+
+    @cuda.jit(device=True, forceinline=True)
+    def add_products(total, starts, raw, book, wq, wd, xq, xd, n, k, n_columns, lane, warp, first_column):
+        """total <- the lane's part of the sums t of its chains."""
+        thread, groups, start = uint32(uint32(warp << uint32(5)) + lane), uint32(k >> uint32(8)), buffers()
+        x_starts = cuda.local.array(n_x_starts, uint32)
+        begin_x(x_starts, first_column, n_columns, k, thread)
+        group, later = uint32(0), uint32(0)     # whose copies, or whose way to the cache, begin next
         for s in range(BUFFERS - 1):
             if uint32(s) < groups:
-                copy_x(start + filling, xq, xd, x_starts, group, thread)
-            commit_copies()
-            group, filling = following(group, groups), next_buffer(filling)
-        carried = uint32(0)         # the stage whose weights are in registers
+                copy_x(start + uint64(buffer * s), xq, xd, x_starts, group, thread)
+            commit_copies()                     # the first of these groups has all that `start` has copied, too
+            group = following(group, groups)
+        for _ in range(ahead + 1):
+            later = following(later, groups)
         put_w(start, raw, thread, book)
+        held = following(uint32(0), groups)     # whose weights are in registers
         if groups > uint32(1):
-            carried = following(carried, groups)
-            fetch_w(raw, wq, wd, starts, k, carried, thread)
+            fetch_w(raw, wq, wd, starts, k, held, thread)
 
         acc = cuda.local.array(acc_shape, float32)
         for r in range(rows):
@@ -474,7 +493,7 @@ def tensor_kernel(format, shape, swiglu, converts, ahead=0):
             wait()
             cuda.syncthreads()
             put_sums(start, thread)
-        now, done, at = uint64(0), uint32(0), uint32(0)
+        now, filling, done, at = uint64(0), uint64(buffer * (BUFFERS - 1)), uint32(0), uint32(0)
         while done < groups:
             wait()
             cuda.syncthreads()
@@ -490,12 +509,11 @@ def tensor_kernel(format, shape, swiglu, converts, ahead=0):
                 if minima:
                     put_sums(start + next_buffer(now), thread)
                 if uint32(done + uint32(1)) < groups:
-                    carried = following(carried, groups)
-                    fetch_w(raw, wq, wd, starts, k, carried, thread)
-            if ahead:
-                later, n_later = following(later, groups), uint32(n_later + uint32(1))
-                if n_later < groups:
-                    prefetch_w(wq, wd, starts, later, thread)
+                    held = following(held, groups)
+                    fetch_w(raw, wq, wd, starts, k, held, thread)
+            if ahead and uint32(done + uint32(ahead)) < groups:
+                prefetch_w(wq, wd, starts, later, thread)
+                later = following(later, groups)
             multiply_stage(acc, bias, w_at + now, x_at + now, wd_at + now, xd_at + now, shift)
             now = next_buffer(now)
             if uint32(at + uint32(PASSES)) >= groups:   # the last stage of a pass
@@ -514,7 +532,7 @@ def tensor_kernel(format, shape, swiglu, converts, ahead=0):
     @cuda.jit(device=True, forceinline=True)
     def leave_totals(total, lane, warp):
         """Stores the totals of all warps: [warp of 8][column][row]."""
-        start = shared_address(cuda.shared.array(0, uint32, alignment=128))
+        start = buffers()
         wait_for_all()
         cuda.syncthreads()              # nobody reads a stage any more
         row = uint32(uint32(uint32(warp >> uint32(3)) * uint32(16 * rows)) + uint32(lane >> uint32(2)))
@@ -531,7 +549,7 @@ def tensor_kernel(format, shape, swiglu, converts, ahead=0):
     @cuda.jit(device=True, forceinline=True)
     def sum_of(row, column):
         """Over the eight warps."""
-        at = shared_address(cuda.shared.array(0, uint32, alignment=128)) + uint64(
+        at = buffers() + uint64(
             uint32(uint32(uint32(column * uint32(pitch)) + row) << uint32(2)))
         t = cuda.local.array(CHAINS, uint32)
         for v in range(CHAINS):
@@ -541,11 +559,16 @@ def tensor_kernel(format, shape, swiglu, converts, ahead=0):
     @cuda.jit(launch_bounds=(threads, resident))
     def decode_tensor_kernel(y, stride, wq, wd, xq, xd, n, k, n_columns, add):
         let_next_begin()
-        lane, warp, total = uint32(cuda.threadIdx.x), warp_number(), cuda.local.array(acc_shape, float32)
+        lane, warp = uint32(cuda.threadIdx.x), warp_number()
+        thread, total = uint32(uint32(warp << uint32(5)) + lane), cuda.local.array(acc_shape, float32)
+        starts, raw = cuda.local.array(n_starts, uint32), cuda.local.array(raw_shape, uint32)
         first, first_column = uint32(cuda.blockIdx.y * uint32(outputs)), uint32(cuda.blockIdx.x * uint32(tile_columns))
-        add_products(total, wq, wd, xq, xd, n, k, n_columns, lane, warp, first, first_column)
+        start(starts, raw, wq, wd, n, k, first, thread)
+        book = load_book(thread, uint32(threads))
+        wait_for_previous()
+        add_products(total, starts, raw, book, wq, wd, xq, xd, n, k, n_columns, lane, warp, first_column)
         leave_totals(total, lane, warp)
-        i = uint32(uint32(warp << uint32(5)) + lane)
+        i = thread
         for _ in range(quads):
             row, c = uint32(i % uint32(tile_rows)), uint32(i // uint32(tile_rows))
             column = uint32(first_column + c)
@@ -558,11 +581,16 @@ def tensor_kernel(format, shape, swiglu, converts, ahead=0):
     def decode_tensor_swiglu_kernel(q, d, wq, wd, xq, xd, n, k, n_columns):
         let_next_begin()
         h = cuda.shared.array(h_shape, float32)
-        lane, warp, total = uint32(cuda.threadIdx.x), warp_number(), cuda.local.array(acc_shape, float32)
+        lane, warp = uint32(cuda.threadIdx.x), warp_number()
+        thread, total = uint32(uint32(warp << uint32(5)) + lane), cuda.local.array(acc_shape, float32)
+        starts, raw = cuda.local.array(n_starts, uint32), cuda.local.array(raw_shape, uint32)
         first, first_column = uint32(cuda.blockIdx.y * uint32(outputs)), uint32(cuda.blockIdx.x * uint32(tile_columns))
-        add_products(total, wq, wd, xq, xd, n, k, n_columns, lane, warp, first, first_column)
+        start(starts, raw, wq, wd, n, k, first, thread)
+        book = load_book(thread, uint32(threads))
+        wait_for_previous()
+        add_products(total, starts, raw, book, wq, wd, xq, xd, n, k, n_columns, lane, warp, first_column)
         leave_totals(total, lane, warp)
-        i = uint32(uint32(warp << uint32(5)) + lane)
+        i = thread
         for _ in range(quads):
             row, c = uint32(i % uint32(tile_rows)), uint32(i // uint32(tile_rows))
             h[0, uint32(row >> uint32(5)), uint32(uint32(c << uint32(5)) + uint32(row & uint32(31)))] = sum_of(row, c)

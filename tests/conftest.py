@@ -36,7 +36,7 @@ def pytest_terminal_summary(terminalreporter):
 # would leave one of them without work.
 LONGEST = ("test_ptx.py", "test_quantized_models.py", "test_attend_decode.py", "test_expert_gemv.py", "test_q8_gemm.py",
            "test_tensor_gemm.py", "test_notebooks.py", "test_expert_gemm.py", "test_across_cards.py", "test_nvidia.py",
-           "test_quant_gemv.py", "test_decode_tile.py")
+           "test_quant_gemv.py", "test_decode_tile.py", "test_decode_tensor.py")
 
 
 def pytest_collection_modifyitems(items):

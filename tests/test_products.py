@@ -198,6 +198,25 @@ def test_the_choice(wish, found, format, chosen):
     assert Products(EmulatedCard(), wish, found).uses_tensor(format, 4096, 4096, (2048,)) == chosen
 
 
+@pytest.mark.parametrize("wish, found, instruction, k, columns, chosen", [
+    ("auto", WINS, "m16n8k32 mixed", 4096, 16, True), ("auto", WINS, "m16n8k32", 4096, 64, True),
+    ("auto", WINS, "m16n8k32", 4096, 1, False), ("auto", WINS, "m16n8k32", 4128, 16, False),
+    ("auto", WINS, "m8n8k4", 4096, 16, False), ("auto", WINS, None, 4096, 16, False),
+    ("auto", LOSES, "m16n8k32", 4096, 16, False), ("auto", None, "m16n8k32", 4096, 16, False),
+    ("dp4a", WINS, "m16n8k32", 4096, 16, False), ("tensor", LOSES, "m16n8k32", 4096, 16, True)])
+def test_decode_steps_follow_prompts(wish, found, instruction, k, columns, chosen, monkeypatch):
+    """From a number of rows on, where a block of threads has the shared memory; never on emulated cards."""
+    card, w = EmulatedCard(), SimpleNamespace(format="Q8_0", k=k)
+    made = Products(card, wish, found)
+    monkeypatch.setattr(products, "instruction_of", lambda card: instruction)
+    monkeypatch.setattr(card, "max_shared", 227 << 10)
+    assert not made.takes(w, columns)
+    monkeypatch.setattr(card, "kind", "pretended")
+    assert made.takes(w, columns) == made.takes(w, columns, swiglu=True) == chosen
+    monkeypatch.setattr(card, "max_shared", 48 << 10)
+    assert not made.takes(w, columns, swiglu=True)
+
+
 @pytest.mark.parametrize("wish, found, words", [
     ("dp4a", WINS, "dp4a, as asked"), ("tensor", None, r"tensor cores \(mma m16n8k32\), as asked"),
     ("auto", None, None),

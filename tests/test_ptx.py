@@ -13,8 +13,9 @@ import pytest
 import qengine
 from kernels import advance, assembler, attend_decode, attention, checkpoint
 from kernels import compile as compiler
-from kernels import (decode_tile, draft_head, draft_input, draft_list, expert_gemm, expert_gemv, float_matmul,
-                     gdn_decode, host_requests, kv_cache, ngram, norm, pool, q8_gemv, quantize, rope, route)
+from kernels import (decode_tensor, decode_tile, draft_head, draft_input, draft_list, expert_gemm, expert_gemv,
+                     float_matmul, gdn_decode, host_requests, kv_cache, ngram, norm, pool, q8_gemv, quantize, rope,
+                     route)
 from kernels.card import Array
 from kernels.emulated.card import EmulatedCard
 from kernels.formats import FORMATS
@@ -80,6 +81,15 @@ def products_of_real_cards(format, columns, widths, every_tile=False):
     for shape in shapes if every_tile else shapes[-1:]:
         yield decode_tile.tile_kernel(format, shape, False), *y, *w, *x, *["uint32"] * 5, "bool"
     yield decode_tile.tile_kernel(format, shapes[-1], True), *x, *w, *x, *["uint32"] * 5
+
+
+def products_on_tensor_cores(format):
+    """Those of decode steps with several columns, which throttled cards never compile."""
+    w, x = ("int8[1]" if format.bits == 8 else "uint8[1]", "uint16[1]"), ("int8[1]", "float32[1]")
+    shape = decode_tensor.SHAPES["64 x 8"]
+    yield (decode_tensor.tensor_kernel(format, shape, False, True), "float32[1]", "uint32", *w, *x, *["uint32"] * 3,
+           "bool")
+    yield decode_tensor.tensor_kernel(format, shape, True, True), *x, *w, *x, *["uint32"] * 3
 
 
 def attention_of_other_heads(format):
@@ -294,6 +304,7 @@ CONSTANTS = {
     "gemv_kernel": {"wq", "wd"}, "planes_gemv_kernel": {"wq", "wd"}, "norm_gemv_kernel": {"wq", "wd", "norm_w"},
     "gemv_swiglu_kernel": {"wq", "wd"}, "norm_gemv_swiglu_kernel": {"wq", "wd", "norm_w"},
     "tile_kernel": {"wq", "wd"}, "tile_swiglu_kernel": {"wq", "wd"},
+    "decode_tensor_kernel": {"wq", "wd"}, "decode_tensor_swiglu_kernel": {"wq", "wd"},
     "gdn_decode_kernel": {"conv_w", "ssm_a", "dt_bias", "norm_w", "row_slot"},
     "attend": set(), "rms_norm_quantize_kernel": {"w"},
     "norm_route_kernel": {"router", "norm_w"}, "group_kernel": set(), "route_like_kernel": set(),
@@ -366,7 +377,7 @@ def too_early(kernel, types, ptx):
     wrong = [line for line in lines if line not in runnable and re.match(
         r"(@!?%p\d+\s+)?(st\.(?!shared|local)|atom|red\b|ret|exit|call|brx)", line)]
     for line in lines:
-        if load := re.search(r"\bld\.(?!param|shared|local).*\[(%\w+)", line):
+        if load := re.search(r"\b(?:ld\.(?!param|shared|local)|cp\.async\.c).*\[(%\w+)", line):
             read = {owners[n] for n in origins(load[1], made_of)} - {None}
             wrong += sorted(read - readable)
     return wrong
@@ -394,7 +405,8 @@ def overlapping(kernels):
     """(kernel, argument types, PTX) of those that wait: the products as real cards have them, with and without a
     minimum in their format, and the others, with their early forms."""
     with_minimum = next(format for format in PACKED if format.minima)
-    products = [product for format in (Q8_0, with_minimum) for product in products_of_real_cards(format, [1], [4096])]
+    products = [product for format in (Q8_0, with_minimum)
+                for product in (*products_of_real_cards(format, [1], [4096]), *products_on_tensor_cores(format))]
     names = {kernel.__name__ for kernel, *_ in products}
     others = [launch for launch in kernels if launch[0].__name__ not in names]
     waiting = {order_of_loads(*launch): launch for launch in reversed((*products, *others))
@@ -429,7 +441,8 @@ def test_what_is_done_too_early_is_found(overlapping, early):
 
 def test_what_is_read_too_early_is_found(overlapping):
     """Without WAIT all is too early."""
-    read = {"tile_kernel": "xq", "tile_swiglu_kernel": "xd", "gemv_kernel": "xq", "norm_gemv_kernel": "x",
+    read = {"tile_kernel": "xq", "tile_swiglu_kernel": "xd", "decode_tensor_kernel": "xq",
+            "decode_tensor_swiglu_kernel": "xd", "gemv_kernel": "xq", "norm_gemv_kernel": "x",
             "gemv_swiglu_kernel": "xd", "norm_gemv_swiglu_kernel": "x",
             "planes_gemv_kernel": "xq", "gdn_decode_kernel": "projected", "attend": "projected",
             "rms_norm_quantize_kernel": "x", "norm_route_kernel": "x", "group_kernel": "experts",
