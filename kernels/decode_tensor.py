@@ -62,7 +62,7 @@ class Shape(NamedTuple):
     rows: int       # of w for a warp, in sixteens
     columns: int    # of x, in eights
     down: int       # groups of 8 warps, one below the other
-    resident: int   # blocks of threads for which an SM has registers
+    resident: int   # blocks of threads for which an SM has registers; one where a block of weights has two dots
 
     @property
     def threads(self):
@@ -308,7 +308,7 @@ def product_functions(format, shape, layout, converts):
     every other eight columns become floats by a conversion, which has a pipe of its own, and not by their bias."""
     rows, eights, n_scales, minima = shape.rows, shape.columns, format.n_scales, format.minima
     halves, apart, packed = format.halves, format.float_scales == 2, format.bits < 8
-    two, first_minimum, n_dots = halves or apart, n_scales - minima, 8 if halves or apart else 4
+    two, first_minimum, n_dots = two_dots(format), n_scales - minima, 8 if two_dots(format) else 4
     per_column, tile_columns, scale_plane = 1 + minima, shape.tile_columns, 4 * CHAINS * (shape.tile_rows + 4)
 
     @cuda.jit(device=True, forceinline=True)
@@ -401,7 +401,7 @@ def product_functions(format, shape, layout, converts):
 def tensor_kernel(format, shape, swiglu, converts, ahead=0):
     """The kernel of y <- (y +) w . x or, with `swiglu`, of (q, d) <- quantised silu(gate . x) * (up . x)."""
     layout = layout_of(format, shape)
-    rows, eights, _, resident = shape
+    rows, eights, resident = shape.rows, shape.columns, resident_blocks(format, shape)
     threads, tile_rows, tile_columns = shape.threads, shape.tile_rows, shape.tile_columns
     outputs = tile_rows // 2 if swiglu else tile_rows      # numbers of a column that a tile makes
     buffer, end, copies_w = layout.end, BUFFERS * layout.end, format.bits == 8
@@ -613,6 +613,16 @@ SHAPES = {"32 x 8": Shape(2, 1, 1, 2), "32 x 16": Shape(2, 2, 1, 2), "32 x 32": 
 LEAST = 3       # columns; fewer are faster with kernels/q8_gemv.py
 
 
+def two_dots(format):
+    """Whether the halves of a block have scales of their own."""
+    return format.halves or format.float_scales == 2
+
+
+def resident_blocks(format, shape):
+    """Blocks of threads for which an SM has registers."""
+    return 1 if two_dots(format) else shape.resident
+
+
 def takes(card, format, k, columns, swiglu=False):
     """Whether these kernels can make a product, and are worth it where tensor cores are whole."""
     return columns >= LEAST and k % STAGE == 0 and bool(_fitting(card, format, swiglu))
@@ -620,7 +630,7 @@ def takes(card, format, k, columns, swiglu=False):
 
 def shapes_of(format):
     """The shapes for which a thread has the registers."""
-    return [shape for shape in SHAPES.values()]
+    return [shape for shape in SHAPES.values() if not two_dots(format) or shape.tile_columns < 32 or shape.down == 1]
 
 
 def _fitting(card, format, swiglu):
