@@ -45,7 +45,7 @@ from kernels.bench import Case, main
 from kernels.formats import BLOCK, FORMATS, as_words, on_card, random_raw
 from kernels.intrinsics import (BIAS_WORD, commit_copies, float_as_word, global_address, half_to_float, let_next_begin,
                                 load_matrices, load_shared, load_shared4, mma_s8_16x8x16, mma_s8_16x8x32,
-                                opaque_address, prefetch, shared_address, start_copy4, store_shared, store_shared4,
+                                opaque_address, shared_address, start_copy4, store_shared, store_shared4,
                                 unbias, wait_for_copies, wait_for_previous, warp_number, word_as_float, word_sum)
 from kernels.operands import Matrix, Quantized
 from kernels.swiglu import finish_unit, swiglu_quantize
@@ -54,6 +54,7 @@ CHAINS, PASSES = 8, 4       # chains of a stage, one for each warp; passes over 
 STAGE = CHAINS * BLOCK      # numbers of a row
 PITCH = 4 * (CHAINS + 4)    # bytes from the scales of a column of x to those of the next
 BUFFERS = 4
+ABSENT = 0xFFFFFFFF         # where columns past the last one would start: nobody reads what lies in their place
 OLDEST = 8, 0               # the architecture from which on there are these copies and `mma`
 
 
@@ -61,16 +62,15 @@ class Shape(NamedTuple):
     """The tile of a block of threads."""
     rows: int       # of w for a warp, in sixteens
     columns: int    # of x, in eights
-    down: int       # groups of 8 warps, one below the other
     resident: int   # blocks of threads for which an SM has registers; one where a block of weights has two dots
 
     @property
     def threads(self):
-        return 32 * CHAINS * self.down
+        return 32 * CHAINS
 
     @property
     def tile_rows(self):
-        return 16 * self.rows * self.down
+        return 16 * self.rows
 
     @property
     def tile_columns(self):
@@ -136,8 +136,8 @@ class Weights(NamedTuple):
     raw_shape on the way. `group` is the number of a stage's blocks along k, `first` the first output of the tile.
 
     begin(starts, first, n, k, thread) finds these places. copy(to, wq, wd, starts, group, thread) starts to copy a
-    stage. Or fetch(raw, wq, wd, starts, k, group, thread) loads it, put(to, raw, thread, book) unpacks and stores it,
-    and prefetch(wq, wd, starts, group, thread) brings what `fetch` will load to the second-level cache.
+    stage. Or fetch(raw, wq, wd, starts, k, group, thread) loads it, and put(to, raw, thread, book) unpacks and stores
+    it.
     """
     n_starts: int
     raw_shape: tuple
@@ -145,7 +145,6 @@ class Weights(NamedTuple):
     copy: Callable
     fetch: Callable
     put: Callable
-    prefetch: Callable
 
 
 @cuda.jit(device=True, forceinline=True)
@@ -160,11 +159,6 @@ def no_fetch(raw, wq, wd, starts, k, group, thread):
 
 @cuda.jit(device=True, forceinline=True)
 def no_put(to, raw, thread, book):
-    pass
-
-
-@cuda.jit(device=True, forceinline=True)
-def no_prefetch(wq, wd, starts, group, thread):
     pass
 
 
@@ -193,7 +187,7 @@ def copied(shape, layout, swiglu):
             scales = global_address(wd) + uint64(uint32(starts[count] + uint32(group << uint32(4))))
             start_copy4(to + uint64(wd_at) + uint64(uint32(thread << uint32(4))), scales)
 
-    return Weights(count + 1, (1, 1), begin, copy, no_fetch, no_put, no_prefetch)
+    return Weights(count + 1, (1, 1), begin, copy, no_fetch, no_put)
 
 
 def carried(format, shape, layout, swiglu):
@@ -201,8 +195,7 @@ def carried(format, shape, layout, swiglu):
     threads, w_block, wd_at, pitch = shape.threads, layout.w_block, layout.wd, 4 * (shape.tile_rows + 4)
     count, apart, row_of = CHAINS * shape.tile_rows // threads, threads // CHAINS, row_function(shape, swiglu)
     starts_of, fetch_block, unpack, n_scales = format.starts, format.stream, format.unpack, format.n_scales
-    integers, of_plane = format.halves, CHAINS * format.planes[0]
-    of_scales = STAGE * format.wd_words // format.file_block
+    integers = format.halves
 
     @cuda.jit(device=True, forceinline=True)
     def begin(starts, first, n, k, thread):
@@ -234,15 +227,7 @@ def carried(format, shape, layout, swiglu):
                 store_shared(scales_at + uint64(uint32(uint32(row << uint32(2)) + uint32(s * CHAINS * pitch))),
                              scales[s])
 
-    @cuda.jit(device=True, forceinline=True)
-    def prefetch_rows(wq, wd, starts, group, thread):
-        """Brings what `fetch` will load into the second-level cache."""
-        if thread & uint32(7) == uint32(0):
-            for m in range(count):
-                prefetch(wq, uint32(starts[m] + uint32(group * uint32(of_plane))))
-                prefetch(wd, uint32(starts[count + m] + uint32(group * uint32(of_scales))))
-
-    return Weights(2 * count, (count, format.raw_words), begin, no_copy, fetch, put, prefetch_rows)
+    return Weights(2 * count, (count, format.raw_words), begin, no_copy, fetch, put)
 
 
 def columns_function(format, shape, layout):
@@ -258,13 +243,16 @@ def columns_function(format, shape, layout):
 
     @cuda.jit(device=True, forceinline=True)
     def begin(starts, first, n_columns, k, thread):
-        last = uint32(n_columns - uint32(1))
         for m in range(count):
-            column = min(uint32(first + column_of(thread, m)), last)
+            column = uint32(first + column_of(thread, m))
             starts[m] = uint32(uint32(column * k) + uint32(uint32(thread & uint32(15)) << uint32(4)))
-        column = min(uint32(first + uint32(thread >> uint32(1))), last)
+            if column >= n_columns or column_of(thread, m) >= uint32(columns):
+                starts[m] = uint32(ABSENT)
+        column = uint32(first + uint32(thread >> uint32(1)))
         starts[count] = uint32(uint32(column * uint32(k >> uint32(3)))
                                + uint32(uint32(thread & uint32(1)) << uint32(4)))
+        if column >= n_columns or thread >= uint32(2 * columns):
+            starts[count] = uint32(ABSENT)
 
     @cuda.jit(device=True, forceinline=True)
     def copy(to, xq, xd, starts, group, thread):
@@ -272,12 +260,12 @@ def columns_function(format, shape, layout):
         block, half = uint32(uint32(thread >> uint32(1)) & uint32(7)), uint32(thread & uint32(1))
         at = to + uint64(x_at) + uint64(uint32(block * uint32(x_block)))
         for m in range(count):
-            if column_of(thread, m) < uint32(columns):
+            if starts[m] != uint32(ABSENT):
                 start_copy4(at + place(column_of(thread, m), half), source + uint64(starts[m]))
-        if thread < uint32(2 * columns):
-            here = uint32(uint32(thread >> uint32(1)) * uint32(PITCH)) + uint32(half << uint32(4))
+        if starts[count] != uint32(ABSENT):
+            here = uint32(uint32(uint32(thread >> uint32(1)) * uint32(PITCH)) + uint32(half << uint32(4)))
             scales = global_address(xd) + uint64(uint32(starts[count] + uint32(group << uint32(5))))
-            start_copy4(to + uint64(xd_at) + uint64(uint32(here)), scales)
+            start_copy4(to + uint64(xd_at) + uint64(here), scales)
 
     @cuda.jit(device=True, forceinline=True)
     def put_sums(at, thread):
@@ -398,14 +386,14 @@ def product_functions(format, shape, layout, converts):
 
 
 @cache
-def tensor_kernel(format, shape, swiglu, converts, ahead=0):
+def tensor_kernel(format, shape, swiglu, converts):
     """The kernel of y <- (y +) w . x or, with `swiglu`, of (q, d) <- quantised silu(gate . x) * (up . x)."""
     layout = layout_of(format, shape)
     rows, eights, resident = shape.rows, shape.columns, resident_blocks(format, shape)
     threads, tile_rows, tile_columns = shape.threads, shape.tile_rows, shape.tile_columns
     outputs = tile_rows // 2 if swiglu else tile_rows      # numbers of a column that a tile makes
     buffer, end, copies_w = layout.end, BUFFERS * layout.end, format.bits == 8
-    n_starts, raw_shape, begin_w, copy_w, fetch_w, put_w, prefetch_w = (
+    n_starts, raw_shape, begin_w, copy_w, fetch_w, put_w = (
         copied(shape, layout, swiglu) if copies_w else carried(format, shape, layout, swiglu))
     n_x_starts, begin_x, copy_x, put_sums = columns_function(format, shape, layout)
     acc_shape, minima, load_book = (rows, eights, 4), format.minima, format.load_book
@@ -439,12 +427,9 @@ def tensor_kernel(format, shape, swiglu, converts, ahead=0):
         begin_w(starts, first, n, k, thread)
         fetch_w(raw, wq, wd, starts, k, uint32(0), thread)
         group = uint32(0)
-        for s in range(max(BUFFERS - 1, ahead + 1)):
+        for s in range(BUFFERS - 1):
             if uint32(s) < groups:
-                if s < BUFFERS - 1:
-                    copy_w(to + uint64(buffer * s), wq, wd, starts, group, thread)
-                if 0 < s <= ahead:
-                    prefetch_w(wq, wd, starts, group, thread)
+                copy_w(to + uint64(buffer * s), wq, wd, starts, group, thread)
             group = following(group, groups)
 
     @cuda.jit(device=True, forceinline=True)
@@ -453,14 +438,12 @@ def tensor_kernel(format, shape, swiglu, converts, ahead=0):
         thread, groups, start = uint32(uint32(warp << uint32(5)) + lane), uint32(k >> uint32(8)), buffers()
         x_starts = cuda.local.array(n_x_starts, uint32)
         begin_x(x_starts, first_column, n_columns, k, thread)
-        group, later = uint32(0), uint32(0)     # whose copies, or whose way to the cache, begin next
+        group = uint32(0)                       # whose copies begin next
         for s in range(BUFFERS - 1):
             if uint32(s) < groups:
                 copy_x(start + uint64(buffer * s), xq, xd, x_starts, group, thread)
             commit_copies()                     # the first of these groups has all that `start` has copied, too
             group = following(group, groups)
-        for _ in range(ahead + 1):
-            later = following(later, groups)
         put_w(start, raw, thread, book)
         held = following(uint32(0), groups)     # whose weights are in registers
         if groups > uint32(1):
@@ -474,20 +457,17 @@ def tensor_kernel(format, shape, swiglu, converts, ahead=0):
         bias = cuda.local.array(4, int32)
         for i in range(4):          # k is a multiple of 32, so it adds nothing
             bias[i] = int32(uint32(BIAS_WORD) | uint32(k & uint32(1 << i)))
-        chain, part = uint32(warp & uint32(7)), uint32(uint32(warp >> uint32(3)) * uint32(16 * rows))
-        row, column = uint32(part + uint32(lane >> uint32(2))), uint32(uint32(lane & uint32(3)) << uint32(1))
-        shift = uint32(0)
-        w_at = opaque_address(start + w_place(lane) + uint64(
-            uint32(uint32(chain * uint32(w_block)) + uint32(part << uint32(5)))))
-        x_at = opaque_address(start + x_place(lane) + uint64(uint32(uint32(x_part) + uint32(chain * uint32(x_block)))))
+        row, column, shift = uint32(lane >> uint32(2)), uint32(uint32(lane & uint32(3)) << uint32(1)), uint32(0)
+        w_at = opaque_address(start + w_place(lane) + uint64(uint32(warp * uint32(w_block))))
+        x_at = opaque_address(start + x_place(lane) + uint64(uint32(uint32(x_part) + uint32(warp * uint32(x_block)))))
         if copies_w:
-            shift = uint32(uint32(chain & uint32(1)) << uint32(4))
-            here = uint32(uint32(row << uint32(4)) + uint32(uint32(chain >> uint32(1)) << uint32(2)))
+            shift = uint32(uint32(warp & uint32(1)) << uint32(4))
+            here = uint32(uint32(row << uint32(4)) + uint32(uint32(warp >> uint32(1)) << uint32(2)))
         else:
-            here = uint32(uint32(chain * uint32(wd_step)) + uint32(row << uint32(2)))
+            here = uint32(uint32(warp * uint32(wd_step)) + uint32(row << uint32(2)))
         wd_at = opaque_address(start + uint64(wd_part) + uint64(here))
         xd_at = opaque_address(start + uint64(xd_part) + uint64(
-            uint32(uint32(column * uint32(PITCH)) + uint32(chain << uint32(2)))))
+            uint32(uint32(column * uint32(PITCH)) + uint32(warp << uint32(2)))))
 
         if minima:
             wait()
@@ -511,9 +491,6 @@ def tensor_kernel(format, shape, swiglu, converts, ahead=0):
                 if uint32(done + uint32(1)) < groups:
                     held = following(held, groups)
                     fetch_w(raw, wq, wd, starts, k, held, thread)
-            if ahead and uint32(done + uint32(ahead)) < groups:
-                prefetch_w(wq, wd, starts, later, thread)
-                later = following(later, groups)
             multiply_stage(acc, bias, w_at + now, x_at + now, wd_at + now, xd_at + now, shift)
             now = next_buffer(now)
             if uint32(at + uint32(PASSES)) >= groups:   # the last stage of a pass
@@ -531,14 +508,13 @@ def tensor_kernel(format, shape, swiglu, converts, ahead=0):
 
     @cuda.jit(device=True, forceinline=True)
     def leave_totals(total, lane, warp):
-        """Stores the totals of all warps: [warp of 8][column][row]."""
+        """Stores the totals of all warps: [warp][column][row]."""
         start = buffers()
         wait_for_all()
         cuda.syncthreads()              # nobody reads a stage any more
-        row = uint32(uint32(uint32(warp >> uint32(3)) * uint32(16 * rows)) + uint32(lane >> uint32(2)))
-        column = uint32(uint32(uint32(warp & uint32(7)) * uint32(tile_columns))
-                        + uint32(uint32(lane & uint32(3)) << uint32(1)))
-        to = start + uint64(uint32(uint32(uint32(column * uint32(pitch)) + row) << uint32(2)))
+        column = uint32(uint32(warp * uint32(tile_columns)) + uint32(uint32(lane & uint32(3)) << uint32(1)))
+        to = start + uint64(
+            uint32(uint32(uint32(column * uint32(pitch)) + uint32(lane >> uint32(2))) << uint32(2)))
         for r in range(rows):
             for c in range(eights):
                 for i in range(4):
@@ -549,8 +525,7 @@ def tensor_kernel(format, shape, swiglu, converts, ahead=0):
     @cuda.jit(device=True, forceinline=True)
     def sum_of(row, column):
         """Over the eight warps."""
-        at = buffers() + uint64(
-            uint32(uint32(uint32(column * uint32(pitch)) + row) << uint32(2)))
+        at = buffers() + uint64(uint32(uint32(uint32(column * uint32(pitch)) + row) << uint32(2)))
         t = cuda.local.array(CHAINS, uint32)
         for v in range(CHAINS):
             t[v] = load_shared(at + uint64(4 * pitch * tile_columns * v))
@@ -607,10 +582,12 @@ def tensor_kernel(format, shape, swiglu, converts, ahead=0):
 
 # ---- launches: they write in place and never allocate ------------------------------------------------------
 
-SHAPES = {"32 x 8": Shape(2, 1, 1, 2), "32 x 16": Shape(2, 2, 1, 2), "32 x 32": Shape(2, 4, 1, 2),
-          "32 x 64": Shape(2, 8, 1, 1), "64 x 8": Shape(4, 1, 1, 2), "64 x 16": Shape(4, 2, 1, 2),
-          "64 x 32": Shape(4, 4, 1, 1), "64 x 32 of 16 warps": Shape(2, 4, 2, 1)}
-LEAST = 3       # columns; fewer are faster with kernels/q8_gemv.py
+SHAPES = {"64 x 8": Shape(4, 1, 2), "64 x 16": Shape(4, 2, 2), "64 x 32": Shape(4, 4, 1)}
+
+# Shapes -> the time of a stage of a block of threads, in microseconds on an H100 whose SMs all have work.
+TIMES = {SHAPES["64 x 8"]: 0.96, SHAPES["64 x 16"]: 1.05, SHAPES["64 x 32"]: 1.2}
+LEAST, LEAST_OF_BYTES = 5, 25   # columns from which on these kernels are faster than those of dp4a; the latter, of Q8_0
+FILLED = 0.75                   # and the share of SMs that must have a tile of 64 x 32
 
 
 def two_dots(format):
@@ -623,49 +600,48 @@ def resident_blocks(format, shape):
     return 1 if two_dots(format) else shape.resident
 
 
-def takes(card, format, k, columns, swiglu=False):
-    """Whether these kernels can make a product, and are worth it where tensor cores are whole."""
-    return columns >= LEAST and k % STAGE == 0 and bool(_fitting(card, format, swiglu))
-
-
-def shapes_of(format):
-    """The shapes for which a thread has the registers."""
-    return [shape for shape in SHAPES.values() if not two_dots(format) or shape.tile_columns < 32 or shape.down == 1]
+def takes(card, format, n, k, columns, swiglu=False):
+    """Whether a product is faster with these kernels than with those of dp4a, on a card on which those of prompts are;
+    and possible."""
+    least = LEAST_OF_BYTES if format.bits == 8 else LEAST
+    return (columns >= least and k % STAGE == 0 and bool(_fitting(card, format, swiglu))
+            and block_count(n, columns, SHAPES["64 x 32"]) >= FILLED * card.n_sms)
 
 
 def _fitting(card, format, swiglu):
-    """The shapes for which a block of threads has the registers and the shared memory."""
+    """The shapes for which a block of threads has the shared memory."""
     room = card.max_shared - format.book_bytes
-    return [shape for shape in shapes_of(format) if (shape.tile_rows == 2 * BLOCK or not swiglu)
-            and shared_bytes(format, shape) + swiglu * 8 * BLOCK * shape.tile_columns <= room]
+    return [shape for shape in SHAPES.values()
+            if shared_bytes(format, shape) + swiglu * 8 * BLOCK * shape.tile_columns <= room]
+
+
+def block_count(n, columns, shape):
+    """Blocks of threads of a product."""
+    return -(-n // shape.tile_rows) * -(-columns // shape.tile_columns)
 
 
 def shape_for(card, format, n, columns, swiglu=False):
-    """The Shape with which a product takes the least time."""
-    def time(shape):
-        blocks = -(-n // shape.tile_rows) * -(-columns // shape.tile_columns)
-        return -(-blocks // (card.n_sms * shape.resident)) * shape.resident * shape.tile_rows * (
-            8 + shape.tile_columns)
-
-    return min(_fitting(card, format, swiglu), key=time)
+    """The Shape with which a product takes the least time: that of the SM which makes the most blocks."""
+    return min(_fitting(card, format, swiglu),
+               key=lambda shape: -(-block_count(n, columns, shape) // card.n_sms) * TIMES[shape])
 
 
-def tensor_gemv(card, y, stride, w, x, columns, add=False, *, shape=None, converts=True, ahead=0,
+def tensor_gemv(card, y, stride, w, x, columns, add=False, *, shape=None, converts=True,
                 stream=None):
     """`gemv` of kernels/q8_gemv.py. w: a Matrix. x: Quantized."""
     format = FORMATS[w.format]
     shape = shape or shape_for(card, format, w.n, columns)
-    kernel, block = tensor_kernel(format, shape, False, converts, ahead), (32, shape.threads // 32)
+    kernel, block = tensor_kernel(format, shape, False, converts), (32, shape.threads // 32)
     card.launch(kernel, _grid(shape, w.n, columns), block,
                 y.reshape(-1), stride, w.values.reshape(-1), as_words(w.scales), *x.flat, w.n, w.k, columns, add,
                 shared=shared_bytes(format, shape), stream=stream)
 
 
-def tensor_gemv_swiglu(card, out, w, x, columns, *, shape=None, converts=True, ahead=0, stream=None):
+def tensor_gemv_swiglu(card, out, w, x, columns, *, shape=None, converts=True, stream=None):
     """out, Quantized <- quantised silu(gate . x) * (up . x). w: the rows of gate, below them those of up."""
     format, n = FORMATS[w.format], w.n // 2
     shape = shape or shape_for(card, format, w.n, columns, True)
-    kernel, block = tensor_kernel(format, shape, True, converts, ahead), (32, shape.threads // 32)
+    kernel, block = tensor_kernel(format, shape, True, converts), (32, shape.threads // 32)
     card.launch(kernel, _grid(shape, w.n, columns), block,
                 *out.flat, w.values.reshape(-1), as_words(w.scales), *x.flat, n, w.k, columns,
                 shared=shared_bytes(format, shape), stream=stream)

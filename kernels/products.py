@@ -18,7 +18,7 @@ What was found is kept beside the report of the probe. Times are found anew when
 The engine's own products have other sizes. Each kernel's `relative_time` knows how its time depends on the size. That
 of tensor cores is multiplied by a factor of the card and the format: with it, the two times have at [N, K] and ROWS
 the ratio that was measured. For each size, the kernel with the shorter time multiplies. Decode steps are not measured:
-from a number of rows on they go by tensor cores where the measured product does.
+of enough rows and with large matrices they go by tensor cores where the measured product does.
 
 Nothing depends on the choice but time. So it is harmless if a measurement was disturbed; `--probe` repeats it.
 """
@@ -130,7 +130,7 @@ class Products:
         cards are faster without."""
         form = instruction_of(self.card) or ""
         return (form.startswith("m16n8k32") and self.card.kind != "emulated"
-                and decode_tensor.takes(self.card, FORMATS[w.format], w.k, columns, swiglu)
+                and decode_tensor.takes(self.card, FORMATS[w.format], w.n, w.k, columns, swiglu)
                 and self.uses_tensor(w.format, N, K, (ROWS,)))
 
     def gemv(self, y, stride, w, x, columns, add=False, *, stream=None):

@@ -1,6 +1,7 @@
 """Decode products of several columns on tensor cores have the bits of the others of their family."""
 
 import re
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from kernels.q8_gemv import gemv
 from kernels.quant_gemv import decoder_of
 from tests.kinds import BY_KIND, FIRST
 
-SMALL = SHAPES["32 x 8"]
+SMALL = SHAPES["64 x 8"]
 HOPPER = 227 << 10      # bytes of shared memory of a block of threads
 
 
@@ -50,7 +51,7 @@ def test_rows_of_few_stages(able, k):
 
 
 @pytest.mark.parametrize("name", ["Q8_0", "Q4_K"])
-@pytest.mark.parametrize("shape", ["32 x 32", "64 x 16", "64 x 32 of 16 warps"])
+@pytest.mark.parametrize("shape", ["64 x 16", "64 x 32"])
 def test_shapes_have_the_bits_of_gemv(able, name, shape):
     """Of a tile and a part of one, in both directions."""
     format, shape = FORMATS[name], SHAPES[shape]
@@ -61,7 +62,7 @@ def test_shapes_have_the_bits_of_gemv(able, name, shape):
 
 def test_dots_that_start_at_their_bias(able):
     """As on sm_80, which converts integers slowly."""
-    compare_with_gemv(able, FORMATS["Q8_0"], 40, 512, 11, SHAPES["32 x 16"], converts=False)
+    compare_with_gemv(able, FORMATS["Q8_0"], 40, 512, 11, SHAPES["64 x 16"], converts=False)
 
 
 @pytest.mark.parametrize("name, n, k, columns", [("Q8_0", 96, 1280, 19), ("Q4_K", 32, 256, 3)])
@@ -85,13 +86,29 @@ def test_everything_stays_in_registers(name, cc):
         pytest.skip(f"the installed CUDA toolkit cannot compile for {cc}")
     format = FORMATS[name]
     w, x, n = ("int8[1]" if format.bits == 8 else "uint8[1]", "uint16[1]"), ("int8[1]", "float32[1]"), ["uint32"] * 3
-    for shape in decode_tensor.shapes_of(format):
+    for shape in SHAPES.values():
         kernels = [(decode_tensor.tensor_kernel(format, shape, False, cc > (8, 0)), "float32[1]", "uint32", *w, *x, *n,
-                    "bool")]
-        if shape.tile_rows == 64:
-            kernels.append((decode_tensor.tensor_kernel(format, shape, True, cc > (8, 0)), *x, *w, *x, *n))
+                    "bool"),
+                   (decode_tensor.tensor_kernel(format, shape, True, cc > (8, 0)), *x, *w, *x, *n)]
         for kernel, *signature in kernels:
             compiled = compiler.compile_kernel(kernel, tuple(signature), cc)
             _, words = assembler.run_assembler(assembler.find_assembler()[0], compiled, cc)
             assert ".local" not in compiled.ptx and " 0 bytes spill stores" in words, (shape, words)
             assert re.search(r"\bmma\.sync\.aligned\.m16n8k", compiled.ptx)
+
+
+def test_the_choice():
+    """Formats and sizes that win on an H100, and the tile that each gets."""
+    card = SimpleNamespace(n_sms=132, max_shared=HOPPER)
+    for name, n, columns, tile in [
+            ("Q8_0", 12352, 8, None), ("Q8_0", 4096, 32, None), ("Q8_0", 12352, 32, (64, 32)),
+            ("Q8_0", 4096, 64, (64, 32)), ("Q8_0", 248320, 128, (64, 32)), ("Q4_K", 4096, 8, None),
+            ("Q4_K", 12352, 4, None), ("Q4_K", 12352, 8, (64, 8)), ("Q4_K", 12352, 12, (64, 16)),
+            ("Q4_K", 24576, 64, (64, 32))]:
+        format = FORMATS[name]
+        assert decode_tensor.takes(card, format, n, 4096, columns) == (tile is not None), (name, n, columns)
+        assert not decode_tensor.takes(card, format, n, 4096 + 128, columns)
+        if tile:
+            chosen = decode_tensor.shape_for(card, format, n, columns)
+            assert (chosen.tile_rows, chosen.tile_columns) == tile, (name, n, columns)
+        assert decode_tensor.shape_for(card, format, n, columns, swiglu=True).tile_rows == 64

@@ -199,14 +199,14 @@ def test_the_choice(wish, found, format, chosen):
 
 
 @pytest.mark.parametrize("wish, found, instruction, k, columns, chosen", [
-    ("auto", WINS, "m16n8k32 mixed", 4096, 16, True), ("auto", WINS, "m16n8k32", 4096, 64, True),
-    ("auto", WINS, "m16n8k32", 4096, 1, False), ("auto", WINS, "m16n8k32", 4128, 16, False),
-    ("auto", WINS, "m8n8k4", 4096, 16, False), ("auto", WINS, None, 4096, 16, False),
-    ("auto", LOSES, "m16n8k32", 4096, 16, False), ("auto", None, "m16n8k32", 4096, 16, False),
-    ("dp4a", WINS, "m16n8k32", 4096, 16, False), ("tensor", LOSES, "m16n8k32", 4096, 16, True)])
+    ("auto", WINS, "m16n8k32 mixed", 4096, 32, True), ("auto", WINS, "m16n8k32", 4096, 64, True),
+    ("auto", WINS, "m16n8k32", 4096, 1, False), ("auto", WINS, "m16n8k32", 4128, 32, False),
+    ("auto", WINS, "m8n8k4", 4096, 32, False), ("auto", WINS, None, 4096, 32, False),
+    ("auto", LOSES, "m16n8k32", 4096, 32, False), ("auto", None, "m16n8k32", 4096, 32, False),
+    ("dp4a", WINS, "m16n8k32", 4096, 32, False), ("tensor", LOSES, "m16n8k32", 4096, 32, True)])
 def test_decode_steps_follow_prompts(wish, found, instruction, k, columns, chosen, monkeypatch):
     """From a number of rows on, where a block of threads has the shared memory; never on emulated cards."""
-    card, w = EmulatedCard(), SimpleNamespace(format="Q8_0", k=k)
+    card, w = EmulatedCard(), SimpleNamespace(format="Q8_0", n=12352, k=k)
     made = Products(card, wish, found)
     monkeypatch.setattr(products, "instruction_of", lambda card: instruction)
     monkeypatch.setattr(card, "max_shared", 227 << 10)
