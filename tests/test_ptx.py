@@ -128,7 +128,7 @@ def kernels_of_lists(*names):
 def draft_kernels():
     """Those of the draft block that nothing else launches."""
     i, x, words = "int32[1]", "float32[1]", "uint32[1]"
-    yield draft_input.draft_rows_kernel, *[i] * 10, *["uint32"] * 4
+    yield draft_input.draft_rows_kernel, *[i] * 11, *["uint32"] * 4
     yield draft_input.keep_hidden_kernel, x, x, i, "uint32", "uint32"
     yield draft_head.draft_kernel, *[i] * 8, x, words, words, i, *["uint32"] * 6
     yield from kernels_of_lists("Q8_0", *FIRST.values())
@@ -182,7 +182,7 @@ def decode_products_of_experts(format, shared):
 def kernels_of_checks():
     """Those between two checks of several rows."""
     i, u, n = "int32[1]", "uint32[1]", "uint32"
-    yield advance.advance_kernel, *[i] * 7, n, n
+    yield advance.advance_kernel, *[i] * 8, n, n
     yield ngram.ngram_kernel, *[i] * 4, u, u, n
     yield ngram.script_kernel, *[i] * 3, n, n
 
