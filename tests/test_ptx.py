@@ -130,7 +130,7 @@ def draft_kernels():
     i, x, words = "int32[1]", "float32[1]", "uint32[1]"
     yield draft_input.draft_rows_kernel, *[i] * 11, *["uint32"] * 4
     yield draft_input.keep_hidden_kernel, x, x, i, "uint32", "uint32"
-    yield draft_head.draft_kernel, *[i] * 8, x, words, words, i, *["uint32"] * 6
+    yield draft_head.draft_kernel, *[i] * 9, x, words, words, i, *["uint32"] * 6
     yield from kernels_of_lists("Q8_0", *FIRST.values())
     for name, w in ("F32", x), ("F16", "uint16[1]"), ("BF16", "uint16[1]"):
         yield draft_list.kernel(name), x, i, i, w, x, "uint32", "uint32"
