@@ -6,14 +6,18 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+import qengine
 from kernels import assembler, decode_tensor
 from kernels import compile as compiler
 from kernels.decode_tensor import SHAPES, check_swiglu, operands, poisoned, tensor_gemv
+from kernels.emulated.card import EmulatedCard
 from kernels.formats import FORMATS
 from kernels.open import open_cards
+from kernels.products import Products
 from kernels.q8_gemv import gemv
 from kernels.quant_gemv import decoder_of
 from tests.kinds import BY_KIND, FIRST
+from tests.test_reproducible import decode_logits
 
 SMALL = SHAPES["64 x 8"]
 HOPPER = 227 << 10      # bytes of shared memory of a block of threads
@@ -79,7 +83,27 @@ def test_neither_memory_error_nor_race(name):
     check_swiglu(card, FORMATS[name], 32, 512, 9, SHAPES["64 x 8"])
 
 
-@pytest.mark.parametrize("cc", [(8, 0), (9, 0)], ids=str)
+def test_logits_of_decode_steps(monkeypatch):
+    """Of three answers together. The emulated card would not choose these kernels."""
+    monkeypatch.setattr(Products, "takes", lambda self, w, columns, swiglu=False: (
+        self.wish == "tensor" and columns > 1 and w.k % decode_tensor.STAGE == 0))
+    launched, found = [], []
+    for name in "tensor_gemv", "tensor_gemv_swiglu":
+        launch = getattr(decode_tensor, name)
+        monkeypatch.setattr(decode_tensor, name, lambda *each, launch=launch, name=name, **options: (
+            launched.append(name), launch(*each, **options)))
+    for wish in "dp4a", "tensor":
+        assert not launched
+        card = EmulatedCard()
+        card.max_shared = HOPPER
+        engine = qengine.load("synthetic:tiny", card=card, ctx=512, slots=4, progress=False, products=wish)
+        found.append(decode_logits(engine, [[0, 1, 2]], 2))
+        engine.close()
+    np.testing.assert_array_equal(*found)
+    assert set(launched) == {"tensor_gemv", "tensor_gemv_swiglu"} and found[0].std() > 0
+
+
+@pytest.mark.parametrize("cc", [pytest.param((8, 0), marks=pytest.mark.slow), (9, 0)], ids=str)
 @pytest.mark.parametrize("name", ["Q8_0", *(pytest.param(name, marks=pytest.mark.slow) for name in FIRST.values())])
 def test_everything_stays_in_registers(name, cc):
     if cc not in compiler.supported_ccs() or not assembler.find_assembler():
