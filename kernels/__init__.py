@@ -26,6 +26,9 @@ which a token meets them:
     draft_list.py, draft_head.py        what its head knows of each slot; its choice of a draft
     ngram.py                            drafts of the next ones from the text so far
     advance.py                          they become the inputs of the next step
+    patches.py, patch_rope.py           pictures: their patches and positions
+    half_gemm.py, layer_norm.py         products in half precision, LayerNorm
+    picture_attention.py                attention within pictures
     formats/                            types of weights, on disk and on a card
     upload.py, finite.py, synthetic.py  loading: bytes of a file, a check for NaN, random weights
     operands.py, records.py             what kernels take

@@ -102,7 +102,7 @@ def attention_reference(q, k, v, gate, positions):
 
 @cuda.jit(device=True, forceinline=True)
 def power_of_two(x):
-    """2^x for x <= 0, within 2^-18 of it; exactly 1 at 0, and 0 below -127."""
+    """2^x for x <= 126, within 2^-18 of it; exactly 1 at 0, and 0 below -127."""
     t = float_max(x, float32(-127.0))
     biased = t + float32(BIAS_FLOAT)                         # rounded to an integer, its bits end in it
     f = t - (biased - float32(BIAS_FLOAT))

@@ -530,6 +530,13 @@ def store_shared(context, address, w0):
 
 
 @intrinsic
+def store_shared2(context, address, w0, w1):
+    """Writes 8 bytes at an address in shared memory."""
+    return types.void(types.uint64, uint32, uint32), lambda context, builder, signature, values: _store(
+        context, builder, _shared_pointer(builder, values[0], 2), values[1:])
+
+
+@intrinsic
 def store_shared4(context, address, w0, w1, w2, w3):
     """Writes 16 bytes at an address in shared memory."""
     return types.void(types.uint64, *[uint32] * 4), lambda context, builder, signature, values: _store(

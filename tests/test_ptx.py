@@ -14,8 +14,8 @@ import qengine
 from kernels import advance, assembler, attend_decode, attention, checkpoint
 from kernels import compile as compiler
 from kernels import (decode_tensor, decode_tile, draft_head, draft_input, draft_list, expert_gemm, expert_gemv,
-                     float_matmul, gdn_decode, host_requests, kv_cache, ngram, norm, pool, q8_gemv, quantize, rope,
-                     route)
+                     float_matmul, gdn_decode, half_gemm, host_requests, kv_cache, layer_norm, ngram, norm, patch_rope,
+                     patches, picture_attention, pool, q8_gemv, quantize, rope, route)
 from kernels.card import Array
 from kernels.emulated.card import EmulatedCard
 from kernels.formats import FORMATS
@@ -220,6 +220,21 @@ def kernels_beside_the_host():
     yield host_requests.hand_over_kernel, i, "uint64[1]", q, x, n, n, n, x, words, i, n, q, x, words, n, n
 
 
+def kernels_of_vision():
+    """The vision tower: all endings of products in each shape, heads of published towers and the widest."""
+    x, h, u8, i, n = "float32[1]", "float16[1]", "uint8[1]", "int32[1]", "uint32"
+    yield patches.cut_patches_kernel, h, u8, i, i, n
+    yield patches.add_positions_kernel, x, x, i, x, n, n
+    yield layer_norm.layer_norm_kernel, h, x, x, x, n, n, "float32"
+    for head_dim in 72, picture_attention.MOST_DIM:
+        yield patch_rope.rotate_kernel(head_dim), h, i, x, n, n, "float32"
+        yield picture_attention.attention_kernel(head_dim), "uint16[1]", h, i, n
+    for name, ending in half_gemm.ENDINGS.items():
+        for shape in half_gemm.SHAPES:
+            y = f"{np.dtype(ending.dtype).name}[1]"
+            yield half_gemm.gemm_kernel(shape, name), y, h, x, h, n, n, n
+
+
 @pytest.fixture(scope="module")
 def kernels(tmp_path_factory):
     if TARGET not in compiler.supported_ccs():
@@ -232,7 +247,8 @@ def kernels(tmp_path_factory):
         *["uint32"] * 6
     experts = [kernel for format in EXPERTS for kernel in decode_products_of_experts(format, Q8_0)]
     others = *products, *experts, *attentions, *kernels_of_pooling(), *draft_kernels(), *kernels_of_routing(), \
-        *kernels_of_experts(), *kernels_of_checks(), *checks_of_the_delta_rule(), keeping, *kernels_beside_the_host()
+        *kernels_of_experts(), *kernels_of_checks(), *checks_of_the_delta_rule(), keeping, *kernels_beside_the_host(), \
+        *kernels_of_vision()
     return list(dict.fromkeys([*engine_kernels(tmp_path_factory.mktemp("models")), *others]))
 
 

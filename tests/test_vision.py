@@ -1,0 +1,228 @@
+"""The vision tower: against independent reference data, against NumPy for every type of weights, in company."""
+
+import dataclasses
+import time
+
+import numpy as np
+import pytest
+
+from engine.gguf import GGUF
+from engine.request import ModelError
+from engine.vision import TYPES, FileVisionWeights, SyntheticVisionWeights, Tower, VisionConfig, passes_of
+from kernels.card import PlannedCard
+from tests.oracle import oracle_npz, oracle_path
+from tests.vision_files import SMALL, limits, picture, picture_of, write_tower
+from tests.vision_reference import tower_reference
+
+TOLERANCE = 2e-3            # relative L2 error of a picture's rows: half precision in products
+
+
+def tower_of(card, path, max_tokens=128):
+    return Tower(card, FileVisionWeights(GGUF(path)), limits(max_tokens))
+
+
+def encoded(tower, *pictures):
+    """float32 [tokens, hidden]. The row behind them stays as it was."""
+    card, n = tower.card, sum(each.n_tokens for each in pictures)
+    out = card.alloc((n + 1, tower.config.hidden_dim), np.float32)
+    card.poison(out)
+    tower.encode(pictures, out)
+    rows = card.download(out)
+    assert np.isnan(rows[n]).all()
+    return rows[:n]
+
+
+def error(got, want):
+    return np.linalg.norm(got - want) / np.linalg.norm(want)
+
+
+@pytest.fixture(scope="module")
+def small(card, tmp_path_factory):
+    """(its file, a tower on a card)."""
+    path = write_tower(tmp_path_factory.mktemp("vision") / "mmproj.gguf")
+    return path, tower_of(card, path)
+
+
+@pytest.fixture(scope="module")
+def reference(card):
+    """(reference data, the tower of the reference model on a card)."""
+    return (oracle_npz("dense_mtp-vision"), tower_of(card, oracle_path("gguf/dense_mtp-mmproj-F16.gguf")))
+
+
+# ---- results -----------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("pixels, rows", [("aligned_rgb", "aligned_hf_image_embeds"),
+                                          ("unaligned_resized_rgb", "unaligned_hf_image_embeds")])
+def test_the_rows_of_the_reference_model(reference, pixels, rows):
+    data, tower = reference
+    want = data[rows]
+    got = encoded(tower, picture_of(data[pixels]))
+    assert error(got, want) <= TOLERANCE
+    assert (np.linalg.norm(got - want, axis=1) / np.linalg.norm(want, axis=1)).max() <= 2 * TOLERANCE
+
+
+def test_the_reference_in_numpy_is_right():
+    """What the other tests compare with."""
+    data, file = oracle_npz("dense_mtp-vision"), GGUF(oracle_path("gguf/dense_mtp-mmproj-F16.gguf"))
+    want = data["aligned_hf_image_embeds"]
+    assert error(tower_reference(file.floats, VisionConfig.from_gguf(file), data["aligned_rgb"]), want) <= 1e-5
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_every_type_of_weights(card, kind, tmp_path):
+    path = write_tower(tmp_path / "mmproj.gguf", kind=kind)
+    assert {tensor.type for tensor in GGUF(path).tensors.values()} >= {kind}
+    given = picture(3, 5)
+    want = tower_reference(GGUF(path).floats, SMALL, given.pixels)
+    assert error(encoded(tower_of(card, path), given), want) <= TOLERANCE
+
+
+def test_the_smallest_and_the_narrowest_pictures(small):
+    path, tower = small
+    for rows, columns in (1, 1), (1, 9), (9, 1):
+        given = picture(rows, columns, 7)
+        want = tower_reference(GGUF(path).floats, SMALL, given.pixels)
+        assert error(encoded(tower, given), want) <= TOLERANCE
+
+
+def test_a_picture_has_the_same_bits_in_company(small):
+    _, tower = small
+    pictures = [picture(*size, seed) for seed, size in enumerate([(3, 5), (1, 1), (8, 8), (2, 9), (7, 3), (5, 8)])]
+    assert len(passes_of(pictures, 128)) == 2
+    together, first = encoded(tower, *pictures), 0
+    for each in pictures:
+        np.testing.assert_array_equal(together[first:first + each.n_tokens], encoded(tower, each))
+        first += each.n_tokens
+
+
+def test_a_picture_too_large_is_refused(small):
+    with pytest.raises(ValueError, match="a picture of 132 tokens, and the tower has room for 128"):
+        encoded(small[1], picture(12, 11))
+
+
+def test_values_beyond_half_precision_raise_the_flag(card, tmp_path, small):
+    path = write_tower(tmp_path / "mmproj.gguf",
+                       change=lambda name, values: values + 6e4 * (name == "v.blk.1.ffn_up.bias"))
+    for tower, is_bad in (tower_of(card, path), 1), (small[1], 0):
+        card.poison(tower.bad)
+        encoded(tower, picture(2, 2))
+        assert card.download(tower.bad)[0] == is_bad
+
+
+def test_passes_are_few_and_of_about_the_same_length():
+    sizes = lambda *passes: [[each.n_tokens for each in part] for part in passes]
+    eight = [picture(2, 2)] * 8
+    assert sizes(*passes_of(eight, 28)) == [[4] * 4, [4] * 4]
+    assert sizes(*passes_of(eight, 32)) == [[4] * 8]
+    assert sizes(*passes_of([picture(1, n) for n in (5, 1, 5, 1, 1)], 6)) == [[5], [1, 5], [1, 1]]
+    assert sizes(*passes_of([picture(1, n) for n in (4, 3, 4)], 6)) == [[4], [3], [4]]
+    assert passes_of([], 6) == []
+
+
+def test_a_picture_takes_less_than_a_second(reference):
+    """Of 256 x 256 pixels, on the emulated card as on any other."""
+    _, tower = reference
+    encoded(tower, picture(8, 8))
+    seconds = []
+    for seed in range(3):
+        begin = time.perf_counter()
+        encoded(tower, picture(8, 8, seed))
+        seconds.append(time.perf_counter() - begin)
+    assert min(seconds) < 1.0
+
+
+def test_a_rehearsal_knows_all_kernels(card, tmp_path):
+    tower = tower_of(card, write_tower(tmp_path / "mmproj.gguf"))
+    with card.collecting() as rehearsed:
+        tower.rehearse()
+    for sizes in [(1, 1)], [(8, 16)], [(3, 3), (7, 9)]:
+        with card.collecting() as needed:
+            out = card.alloc((128, SMALL.hidden_dim), np.float32)
+            tower.encode([picture(*size) for size in sizes], out)
+        assert needed.keys() <= rehearsed.keys()
+
+
+# ---- memory ------------------------------------------------------------------------------------------------
+
+def test_bytes_on_paper_are_those_on_the_card(card):
+    paper = PlannedCard(card)
+    free = paper.free_bytes
+    Tower(paper, SyntheticVisionWeights(SMALL), limits(128))
+    assert free - paper.free_bytes == Tower.bytes_needed(card, SMALL, limits(128)) > 0
+    if card.kind == "emulated":
+        free = card.free_bytes
+        tower = Tower(card, SyntheticVisionWeights(SMALL), limits(128))
+        assert free - card.free_bytes == Tower.bytes_needed(card, SMALL, limits(128))
+        del tower
+
+
+def test_the_tower_of_the_real_size():
+    config = VisionConfig.synthetic(4096)
+    n = sum(int(np.prod(shape)) for shape in config.shapes().values())
+    assert config.head_dim == 72 and 455e6 < n < 457e6      # as in the published files
+
+
+# ---- files -------------------------------------------------------------------------------------------------
+
+def without(name):
+    return lambda each, values: None if each == name else values
+
+
+def with_values(name, function):
+    return lambda each, values: function(values) if each == name else values
+
+
+@pytest.mark.parametrize("keys, change, words", [
+    ({"general.architecture": "qwen35"}, None, "no vision tower"),
+    ({"clip.has_vision_encoder": False}, None, "no vision tower"),
+    ({"clip.projector_type": "mlp"}, None, "projector type 'mlp'"),
+    ({"clip.vision.patch_size": 14}, None, "16 x 16 pixels"),
+    ({"clip.vision.image_mean": [0.5, 0.4, 0.5]}, None, "image_mean"),
+    ({"clip.vision.is_deepstack_layers": [False, True]}, None, "deepstack"),
+    ({"clip.use_gelu": False}, None, "activation"),
+    ({"clip.vision.block_count": 3}, None, "'v.blk.2.attn_qkv.weight' of the vision tower is missing"),
+    ({"clip.vision.block_count": 0}, None, "is 0, not a sensible size"),
+    ({"clip.vision.attention.head_count": 5}, None, "5 heads in 288"),
+    ({"clip.vision.attention.head_count": 2}, None, "2 heads in 288"),
+    ({"clip.vision.feed_forward_length": None}, None, "feed_forward_length"),
+    ({"clip.vision.projection_dim": 24}, None, "'mm.2.weight' has the shape"),
+    ({}, without("mm.0.bias"), "'mm.0.bias' of the vision tower is missing"),
+    ({}, with_values("v.post_ln.weight", lambda values: values[:-1]), "'v.post_ln.weight' has the shape"),
+], ids=str)
+def test_files_that_cannot_be_run_are_refused(tmp_path, keys, change, words):
+    path = write_tower(tmp_path / "mmproj.gguf", keys=keys, change=change)
+    with pytest.raises(ModelError, match=words) as caught:
+        FileVisionWeights(GGUF(path))
+    assert "\n" not in str(caught.value) and path in str(caught.value)
+
+
+@pytest.mark.parametrize("kind, value, words", [
+    ("F16", np.inf, "not a finite number"), ("F32", np.nan, "not a finite number"),
+    ("F32", 1e5, "half precision ends at 65504")])
+def test_values_that_no_tower_has_are_refused(card, tmp_path, kind, value, words):
+    def change(name, values):
+        if name == "v.blk.1.attn_out.weight":
+            values[3, 5] = value
+        return values
+
+    path = write_tower(tmp_path / "mmproj.gguf", kind=kind, change=change)
+    with pytest.raises(ModelError, match=f"'v.blk.1.attn_out.weight' holds .*{words}"):
+        tower_of(card, path)
+
+
+def test_a_tensor_of_another_type_is_refused(tmp_path):
+    path = write_tower(tmp_path / "mmproj.gguf", kind="Q4_0")
+    with pytest.raises(ModelError, match="is of type Q4_0; those of a vision tower may be .*Q8_0"):
+        FileVisionWeights(GGUF(path))
+
+
+def test_progress_goes_around_the_blocks(card):
+    seen = []
+
+    def progress(blocks):
+        for block in blocks:
+            yield block
+            seen.append(block)
+
+    Tower(card, SyntheticVisionWeights(dataclasses.replace(SMALL, n_blocks=3)), limits(8), progress)
+    assert seen == [0, 1, 2]

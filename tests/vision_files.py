@@ -1,0 +1,71 @@
+"""Small vision towers of random weights, as files and as pictures for them."""
+
+from types import SimpleNamespace
+
+import gguf
+import numpy as np
+
+from engine.vision import SyntheticVisionWeights, VisionConfig
+from kernels.formats import FORMATS
+from tests.models import stored
+
+# Heads of 72 as in published towers; widths that Q8_0 can store.
+SMALL = VisionConfig(width=288, n_blocks=2, n_heads=4, ffn_dim=64, side=5, hidden_dim=20, norm_eps=1e-6)
+
+
+def limits(max_tokens):
+    """What a Tower reads of the limits of requests."""
+    return SimpleNamespace(max_tokens=max_tokens)
+
+
+def picture(rows, columns, seed=0):
+    """A random picture of rows x columns blocks."""
+    pixels = np.random.default_rng(seed).integers(0, 256, (32 * rows, 32 * columns, 3), np.uint8)
+    return picture_of(pixels)
+
+
+def picture_of(pixels):
+    rows, columns = pixels.shape[0] // 32, pixels.shape[1] // 32
+    return SimpleNamespace(pixels=pixels, rows=rows, columns=columns, n_tokens=rows * columns)
+
+
+def keys_of(config):
+    """The metadata of a file with such a tower."""
+    return {
+        "general.architecture": "clip", "clip.has_vision_encoder": True, "clip.projector_type": "qwen3vl_merger",
+        "clip.vision.image_size": 16 * config.side, "clip.vision.patch_size": 16, "clip.vision.spatial_merge_size": 2,
+        "clip.vision.embedding_length": config.width, "clip.vision.feed_forward_length": config.ffn_dim,
+        "clip.vision.block_count": config.n_blocks, "clip.vision.attention.head_count": config.n_heads,
+        "clip.vision.projection_dim": config.hidden_dim, "clip.use_gelu": True,
+        "clip.vision.attention.layer_norm_epsilon": config.norm_eps,
+        "clip.vision.image_mean": [0.5] * 3, "clip.vision.image_std": [0.5] * 3}
+
+
+def write_tower(path, config=SMALL, kind="F16", keys=None, change=None):
+    """Writes a file with a random tower.
+
+    kind: the type of all matrices whose rows are whole blocks of it; of the others F16, and of vectors F32. keys:
+    metadata that is changed, or left out where the value is None. change(name, values): the values that are stored, or
+    None for no such tensor."""
+    keys, weights = keys_of(config) | (keys or {}), SyntheticVisionWeights(config)
+    writer = gguf.GGUFWriter(str(path), keys.pop("general.architecture"))
+    for key, value in keys.items():
+        if value is not None:
+            kinds = gguf.GGUFValueType.get_type(value), None
+            if isinstance(value, list):
+                kinds = gguf.GGUFValueType.ARRAY, gguf.GGUFValueType.get_type(value[0])
+            writer.add_key_value(key, value, *kinds)
+    for name in config.shapes():
+        values = weights.floats(name)
+        values = values if change is None else change(name, values)
+        if values is None:
+            continue
+        if values.ndim == 1:
+            writer.add_tensor(name, values.astype(np.float32))
+            continue
+        fits = kind not in FORMATS or values.shape[-1] % FORMATS[kind].file_block == 0
+        raw, number = stored(kind if fits else "F16", values.reshape(-1, values.shape[-1]))
+        writer.add_tensor(name, raw.reshape(*values.shape[:-1], -1), raw_dtype=number)
+    for step in writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file, writer.close:
+        step()
+    return str(path)
