@@ -207,6 +207,10 @@ class Sight:
         outs = [self.rows[row:row + picture.n_tokens] for picture, row in placed]
         yield from self.tower.encode([picture for picture, _ in placed], outs)
 
+    def rehearse(self):
+        """Launches every kernel that encoding may need, for `Card.collecting`."""
+        self.tower.rehearse()
+
     def seconds(self, placed: list[tuple[Picture, int]], speed) -> list[float]:
         """About how long each of these pieces takes on a card of this Speed (kernels/probe.py)."""
         return self.tower.seconds([picture for picture, _ in placed], speed)

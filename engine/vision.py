@@ -12,6 +12,8 @@ apart. A picture's rows have the same bits in whatever company it comes.
 
 import itertools
 import zlib
+from collections.abc import Iterator
+from pathlib import Path
 from dataclasses import dataclass
 
 import numpy as np
@@ -28,6 +30,7 @@ PROJECTOR = "qwen3vl_merger"
 TYPES = (*FLOATS, "Q8_0")           # of tensors that may be in a file
 MERGED = patches.BLOCK ** 2         # patches of a row
 LARGEST_HALF = 65504.0
+SHARE = 0.35                        # of the half2 pipe's peak that a tower reaches
 
 
 # ---- what a tower is ---------------------------------------------------------------------------------------
@@ -228,9 +231,9 @@ class Scratch:
 class Tower:
     """A vision tower on a card."""
 
-    def __init__(self, card: Card, weights: VisionWeights, limits, progress=iter):
-        """Puts the weights on the card. limits: its max_tokens are those of the largest picture. progress: goes around
-        the numbers of the blocks, as tqdm does. Raises ModelError, OutOfMemory."""
+    def __init__(self, card: Card, weights: VisionWeights, max_tokens: int, progress=iter):
+        """Puts the weights on the card. max_tokens: of a pass, and so of the largest picture. progress: goes around the
+        numbers of the blocks, as tqdm does. Raises ModelError, OutOfMemory."""
         self.card, self.weights, self.config = card, weights, weights.config
         config = self.config
         self.patch = self._map("v.patch_embd.weight", "v.patch_embd.weight.1", bias="v.patch_embd.bias")
@@ -240,7 +243,7 @@ class Tower:
         self.mm_0, self.mm_2 = self._map("mm.0.weight"), self._map("mm.2.weight")
         self.frequencies = card.upload(patch_rope.frequencies(config.head_dim), "frequencies of patches")
         self.bad = card.zeros(1, np.uint32, "flag of pictures beyond half precision")
-        self.scratch = Scratch(card, config, MERGED * limits.max_tokens)
+        self.scratch = Scratch(card, config, MERGED * max_tokens)
         self.weights = None         # a file's tensors need no more memory of the host
 
     def _put(self, name: str, values: np.ndarray | None, dtype, shape=None) -> Array:
@@ -263,85 +266,101 @@ class Tower:
         return Block(self._norm(f"{prefix}ln1"), one("attn_qkv"), one("attn_out"), self._norm(f"{prefix}ln2"),
                      one("ffn_up"), one("ffn_down"))
 
-    @staticmethod
-    def bytes_needed(card: Card, config: VisionConfig, limits) -> int:
-        """What a Tower takes of a card's memory."""
-        paper = PlannedCard(card)
-        free = paper.free_bytes
-        Tower(paper, VisionWeights(config), limits)
-        return free - paper.free_bytes
-
-    def encode(self, pictures, out: Array, stream=None):
-        """out[: tokens of all pictures] <- their rows, float32 [.., hidden_dim], in this order. Queues copies and
-        launches. `bad` then is 1 if a value went beyond half precision, so that rows hold infinity or NaN, else 0."""
-        if (largest := max((picture.n_tokens for picture in pictures), default=0)) * MERGED > self.scratch.rows:
-            raise ValueError(f"a picture of {largest} tokens, and the tower has room for {self.scratch.rows // MERGED}")
-        self.card.fill(self.bad, 0, stream)
+    def encode(self, pictures, outs: list[Array]) -> Iterator[None]:
+        """Each of `outs`, float32 [tokens, hidden_dim], <- the rows of its picture. A generator, which queues copies
+        and launches in the card's present stream, and yields after each piece of `seconds`. At the end `bad` is 1 if a
+        value went beyond half precision, so that rows hold infinity or NaN, else 0."""
+        if (largest := max((picture.n_tokens for picture in pictures), default=0)) > self.most_tokens:
+            raise ValueError(f"a picture of {largest} tokens, and the tower has room for {self.most_tokens}")
+        self.card.fill(self.bad, 0)
         first = 0
-        for part in passes_of(pictures, self.scratch.rows // MERGED):
-            n = sum(picture.n_tokens for picture in part)
-            self._encode(part, out[first:first + n], stream)
-            first += n
+        for part in passes_of(pictures, self.most_tokens):
+            grid, tiles = self._place(part)
+            yield from self._launch(grid, tiles, outs[first:first + len(part)])
+            first += len(part)
 
-    def _encode(self, pictures, out: Array, stream):
-        """A pass."""
-        scratch, first = self.scratch, 0
+    def seconds(self, pictures, speed) -> list[float]:
+        """About how long each piece of `encode` takes on a card of this Speed (kernels/probe.py)."""
+        w, found = self.config.width, []
+        for part in passes_of(pictures, self.most_tokens):
+            sizes = [MERGED * picture.n_tokens for picture in part]
+            n = sum(sizes)
+            attention = 8 * n * w * w + 4 * w * sum(size * size for size in sizes)
+            merger = n * w * (2 * MERGED * w + 2 * self.config.hidden_dim)
+            found += [2 * n * patches.VALUES * w, *[attention, 4 * n * w * self.config.ffn_dim] * self.config.n_blocks,
+                      merger]
+        return [operations / (SHARE * speed.half2) for operations in found]
+
+    @property
+    def most_tokens(self) -> int:
+        """Of a pass."""
+        return self.scratch.rows // MERGED
+
+    def _place(self, pictures) -> tuple[Grid, Array]:
+        """Brings what a pass reads to the card: pixels, the Grid and the tiles of attention."""
+        pixels = self.scratch.pixels
         for picture in pictures:
-            pixels = picture.pixels.reshape(-1)
-            self.card.copy_in(scratch.pixels[first:first + pixels.size], pixels, stream)
-            first += pixels.size
-        sizes = [(picture.rows, picture.columns) for picture in pictures]
-        grid = patches.grid_of(sizes, self.config.side)
-        tiles = picture_attention.tiles_of([MERGED * picture.n_tokens for picture in pictures], self.config.head_dim)
-        *grid, tiles = self._inputs([*grid, tiles], stream)
-        self._launch(Grid(*grid), tiles, out, stream)
+            self.card.copy_in(pixels[:picture.pixels.size], picture.pixels.reshape(-1))
+            pixels = pixels[picture.pixels.size:]
+        grid = patches.grid_of([(picture.rows, picture.columns) for picture in pictures], self.config.side)
+        lengths = [MERGED * picture.n_tokens for picture in pictures]
+        return self._inputs(grid, picture_attention.tiles_of(lengths, self.config.head_dim))
 
-    def _inputs(self, arrays: list[np.ndarray], stream) -> list[Array]:
-        """Arrays of 4-byte numbers on the card, in one copy."""
+    def _inputs(self, grid: Grid, tiles: np.ndarray) -> tuple[Grid, Array]:
+        """Both on the card, by one copy."""
+        arrays = [*grid, tiles]
         host = np.concatenate([array.reshape(-1).view(np.int32) for array in arrays])
         on_card = self.scratch.inputs[:host.size]
-        self.card.copy_in(on_card, host, stream)
+        self.card.copy_in(on_card, host)
         ends = itertools.accumulate(array.size for array in arrays)
-        return [on_card[end - array.size:end].view(array.dtype).reshape(array.shape)
-                for array, end in zip(arrays, ends)]
+        *grid, tiles = (on_card[end - array.size:end].view(array.dtype).reshape(array.shape)
+                        for array, end in zip(arrays, ends))
+        return Grid(*grid), tiles
 
     def rehearse(self):
         """Launches every kernel that a pass may need, for a picture of one block. Inside `Card.collecting` they are
         listed, so that they are compiled together before the first picture comes."""
-        inputs = self._inputs([*patches.grid_of([(1, 1)], self.config.side),
-                               picture_attention.tiles_of([MERGED], self.config.head_dim)], None)
+        grid, tiles = self._inputs(patches.grid_of([(1, 1)], self.config.side),
+                                   picture_attention.tiles_of([MERGED], self.config.head_dim))
         out = self.card.alloc((1, self.config.hidden_dim), np.float32, "rows of a rehearsal")
         for shape in half_gemm.shapes_of(self.card):
-            self._launch(Grid(*inputs[:-1]), inputs[-1], out, None, shape)
+            for _ in self._launch(grid, tiles, [out], shape):
+                pass
 
-    def _launch(self, grid: Grid, tiles: Array, out: Array, stream, shape: half_gemm.Shape | None = None):
+    def _launch(self, grid: Grid, tiles: Array, outs: list[Array], shape: half_gemm.Shape | None = None):
         """The launches of a pass whose inputs are on the card. shape: of the products; by default the fastest."""
         card, config, scratch, rows = self.card, self.config, self.scratch, grid.places.shape[1]
         x, u, wide, heads = scratch.x, scratch.u, scratch.wide, (config.n_heads, config.head_dim)
 
         def multiply(y, matrix, given, ending, n=rows):
-            y = y if y is not wide else wide[:n * matrix.w.shape[0]]
-            gemm_half(card, y, matrix, given, n, ending, stream=stream, shape=shape)
+            gemm_half(card, y if y is not wide else wide[:n * matrix.w.shape[0]], matrix, given, n, ending, shape=shape)
 
         def normalise(norm):
-            layer_norm.layer_norm(card, u, x, norm.weight, norm.bias, rows, config.norm_eps, stream=stream)
+            layer_norm.layer_norm(card, u, x, norm.weight, norm.bias, rows, config.norm_eps)
 
-        patches.cut_patches(card, wide, scratch.pixels, grid, stream=stream)
+        patches.cut_patches(card, wide, scratch.pixels, grid)
         multiply(x, self.patch, wide, "float")
-        patches.add_positions(card, x, self.table, grid, stream=stream)
+        patches.add_positions(card, x, self.table, grid)
+        yield
         for block in self.blocks:
             normalise(block.ln1)
             multiply(wide, block.qkv, u, "half")
-            patch_rope.rotate_patches(card, wide, grid.places, self.frequencies, heads[0], rows, stream=stream)
-            picture_attention.attend_pictures(card, u, wide, tiles, *heads, stream=stream)
+            patch_rope.rotate_patches(card, wide, grid.places, self.frequencies, heads[0], rows)
+            picture_attention.attend_pictures(card, u, wide, tiles, *heads)
             multiply(x, block.out, u, "add")
+            yield
             normalise(block.ln2)
             multiply(wide, block.up, u, "gelu")
             multiply(x, block.down, wide, "add")
+            yield
         normalise(self.post_ln)
         multiply(wide, self.mm_0, u, "exact gelu", rows // MERGED)
-        multiply(out, self.mm_2, wide, "float", rows // MERGED)
-        finite.find_nonfinite(card, out, self.bad, stream=stream)
+        merged = wide
+        for out in outs:
+            multiply(out, self.mm_2, merged, "float", len(out))
+            finite.find_nonfinite(card, out, self.bad)
+            merged = merged[len(out) * MERGED * config.width:]
+        yield
 
 
 def passes_of(pictures, most_tokens: int) -> list[list]:
@@ -357,3 +376,30 @@ def passes_of(pictures, most_tokens: int) -> list[list]:
         passes[-1].append(picture)
         n_tokens += picture.n_tokens
     return passes
+
+
+# ---- from a name to a tower --------------------------------------------------------------------------------
+
+@dataclass(frozen=True)
+class OpenedTower:
+    """A tower whose file is open and checked, on no card yet."""
+
+    weights: VisionWeights
+
+    def load(self, card: Card, max_tokens: int) -> Tower:
+        """The tower on a card; on a PlannedCard its memory alone. max_tokens: of the largest picture. Raises
+        ModelError, OutOfMemory."""
+        weights = VisionWeights(self.weights.config) if isinstance(card, PlannedCard) else self.weights
+        return Tower(card, weights, max_tokens)
+
+
+def open_tower(mmproj: str | Path, hidden_dim: int) -> OpenedTower:
+    """The tower of an mmproj file, or a random one of the real size by the name "synthetic". hidden_dim: of the text
+    model. Raises ModelError."""
+    if mmproj == "synthetic":
+        return OpenedTower(SyntheticVisionWeights(VisionConfig.synthetic(hidden_dim)))
+    weights = FileVisionWeights(GGUF(mmproj))
+    if weights.config.hidden_dim != hidden_dim:
+        raise ModelError(f"{weights.origin}: the vision tower makes rows of {weights.config.hidden_dim} numbers, and "
+                         f"the text model takes {hidden_dim}: they belong to different models")
+    return OpenedTower(weights)

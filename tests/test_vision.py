@@ -1,6 +1,8 @@
 """The vision tower: against independent reference data, against NumPy for every type of weights, in company."""
 
 import dataclasses
+import gc
+import itertools
 import time
 
 import numpy as np
@@ -8,17 +10,26 @@ import pytest
 
 from engine.gguf import GGUF
 from engine.request import ModelError
-from engine.vision import TYPES, FileVisionWeights, SyntheticVisionWeights, Tower, VisionConfig, passes_of
+from engine.vision import (TYPES, FileVisionWeights, OpenedTower, SyntheticVisionWeights, Tower, VisionConfig,
+                           open_tower, passes_of)
 from kernels.card import PlannedCard
+from kernels.probe import Speed
 from tests.oracle import oracle_npz, oracle_path
-from tests.vision_files import SMALL, limits, picture, picture_of, write_tower
+from tests.vision_files import SMALL, picture, picture_of, write_tower
 from tests.vision_reference import tower_reference
 
+SPEED = Speed(dot=1e14, half2=1e14, read=1e12, link=1e9)
 TOLERANCE = 2e-3            # relative L2 error of a picture's rows: half precision in products
 
 
 def tower_of(card, path, max_tokens=128):
-    return Tower(card, FileVisionWeights(GGUF(path)), limits(max_tokens))
+    return Tower(card, FileVisionWeights(GGUF(path)), max_tokens)
+
+
+def outs_of(out, pictures):
+    """The rows of each picture in an array, one picture behind the other."""
+    ends = list(itertools.accumulate(each.n_tokens for each in pictures))
+    return [out[end - each.n_tokens:end] for each, end in zip(pictures, ends)]
 
 
 def encoded(tower, *pictures):
@@ -26,7 +37,8 @@ def encoded(tower, *pictures):
     card, n = tower.card, sum(each.n_tokens for each in pictures)
     out = card.alloc((n + 1, tower.config.hidden_dim), np.float32)
     card.poison(out)
-    tower.encode(pictures, out)
+    n_pieces = sum(1 for _ in tower.encode(pictures, outs_of(out, pictures)))
+    assert n_pieces == len(tower.seconds(pictures, SPEED))
     rows = card.download(out)
     assert np.isnan(rows[n]).all()
     return rows[:n]
@@ -138,22 +150,32 @@ def test_a_rehearsal_knows_all_kernels(card, tmp_path):
     for sizes in [(1, 1)], [(8, 16)], [(3, 3), (7, 9)]:
         with card.collecting() as needed:
             out = card.alloc((128, SMALL.hidden_dim), np.float32)
-            tower.encode([picture(*size) for size in sizes], out)
+            pictures = [picture(*size) for size in sizes]
+            list(tower.encode(pictures, outs_of(out, pictures)))
         assert needed.keys() <= rehearsed.keys()
 
 
 # ---- memory ------------------------------------------------------------------------------------------------
 
 def test_bytes_on_paper_are_those_on_the_card(card):
-    paper = PlannedCard(card)
+    opened, paper = OpenedTower(SyntheticVisionWeights(SMALL)), PlannedCard(card)
     free = paper.free_bytes
-    Tower(paper, SyntheticVisionWeights(SMALL), limits(128))
-    assert free - paper.free_bytes == Tower.bytes_needed(card, SMALL, limits(128)) > 0
+    opened.load(paper, 128)
+    needed = free - paper.free_bytes
+    assert needed > 0
     if card.kind == "emulated":
+        gc.collect()
         free = card.free_bytes
-        tower = Tower(card, SyntheticVisionWeights(SMALL), limits(128))
-        assert free - card.free_bytes == Tower.bytes_needed(card, SMALL, limits(128))
+        tower = opened.load(card, 128)
+        assert free - card.free_bytes == needed
         del tower
+
+
+def test_the_rows_must_fit_the_text_model(tmp_path):
+    path = write_tower(tmp_path / "mmproj.gguf")
+    assert open_tower(path, SMALL.hidden_dim).weights.config.hidden_dim == SMALL.hidden_dim
+    with pytest.raises(ModelError, match="rows of 20 numbers, and the text model takes 24"):
+        open_tower(path, 24)
 
 
 def test_the_tower_of_the_real_size():
@@ -224,5 +246,5 @@ def test_progress_goes_around_the_blocks(card):
             yield block
             seen.append(block)
 
-    Tower(card, SyntheticVisionWeights(dataclasses.replace(SMALL, n_blocks=3)), limits(8), progress)
+    Tower(card, SyntheticVisionWeights(dataclasses.replace(SMALL, n_blocks=3)), 8, progress)
     assert seen == [0, 1, 2]

@@ -13,11 +13,6 @@ from tests.models import stored
 SMALL = VisionConfig(width=288, n_blocks=2, n_heads=4, ffn_dim=64, side=5, hidden_dim=20, norm_eps=1e-6)
 
 
-def limits(max_tokens):
-    """What a Tower reads of the limits of requests."""
-    return SimpleNamespace(max_tokens=max_tokens)
-
-
 def picture(rows, columns, seed=0):
     """A random picture of rows x columns blocks."""
     pixels = np.random.default_rng(seed).integers(0, 256, (32 * rows, 32 * columns, 3), np.uint8)
