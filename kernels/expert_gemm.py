@@ -38,7 +38,7 @@ import numpy as np
 from numba import cuda
 from numba.types import float32, uint32, uint64
 
-from kernels import float_matmul
+from kernels import float_matmul, tensor_gemm
 from kernels.bench import Case, main
 from kernels.float_matmul import ROWS, WEIGHT_AT, first_line
 from kernels.formats import BLOCK, FORMATS, as_words, on_card, product_reference, random_raw
@@ -50,6 +50,7 @@ from kernels.q8_gemm import (COLUMNS, THREADS, TILE_N, WARPS, WORDS, carried_row
 from kernels.q8_gemv import random_activations
 from kernels.records import Choice, Groups
 from kernels.route import group_reference, most_tiles
+from kernels.tensor_gemm import Shape
 
 WIDTH = 4 * THREADS  # values of a row that a block of `combine` takes
 
@@ -363,6 +364,31 @@ def grouped(format, height):
     """The kernel of a format for tiles of `height` rows."""
     rows = height // WARPS
     return low_kernel(format, rows) if height in LOW else high_kernel(format, rows)
+
+
+# ---- quantised: tensor cores -------------------------------------------------------------------------------------
+
+TENSOR_SHAPES = {32: Shape(2, 4, 1, 4, 3), 64: Shape(4, 4, 1, 4, 3), 128: Shape(8, 4, 1, 4, 2)}
+
+
+@cache
+def grouped_tensor(format, height, instruction):
+    """The kernel of a format for tiles of `height` rows, a key of TENSOR_SHAPES, and a key of
+    tensor_gemm.INSTRUCTIONS."""
+    shape = TENSOR_SHAPES[height]
+    width = shape.tile_columns
+    multiply_tile = tensor_gemm.tile_function(format, shape, instruction, source_row, skips=True)
+
+    @cuda.jit(launch_bounds=tensor_gemm.launch_bounds(format, shape, instruction))
+    def expert_gemm_tensor_kernel(y, wq, wd, xq, xd, places, order, tiles, n_tiles, n, k, n_used, stride):
+        codes, scales = place_of_tile(places, tiles, n_tiles)
+        if codes == uint64(0):
+            return
+        _, first, end = read_tile(tiles)
+        multiply_tile(y, array_at(codes, wq), array_at(scales, wd), xq, xd, order, n_used, first, end,
+                      uint32(cuda.blockIdx.x * uint32(width)), n, k, stride, False)
+
+    return expert_gemm_tensor_kernel
 
 
 # ---- floats ------------------------------------------------------------------------------------------------------

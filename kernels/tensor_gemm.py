@@ -60,10 +60,10 @@ from kernels import q8_gemm
 from kernels.bench import Case, main
 from kernels.formats import BLOCK, FORMATS, as_words, on_card, random_raw
 from kernels.intrinsics import (BIAS_WORD, commit_copies, float_as_word, global_address, hadd2, load_matrices,
-                                load_shared, load_shared4, load_words4, mma_f16_8x8x4, mma_s8_8x8x16,
+                                load_shared, load_shared2, load_shared4, load_words4, mma_f16_8x8x4, mma_s8_8x8x16,
                                 mma_s8_16x8x16, mma_s8_16x8x32, opaque_address, prmt, shared_address, start_copy,
-                                start_copy4, store_shared, store_shared4, unbias, wait_for_copies, warp_number,
-                                word_as_float, word_sum)
+                                start_copy4, store_shared, store_shared4, unbias, uniform, wait_for_copies,
+                                warp_number, word_as_float, word_sum)
 from kernels.operands import Matrix, Quantized
 from kernels.q8_gemv import random_activations
 
@@ -375,8 +375,19 @@ def adder(format, as_float):
     return add_dots
 
 
-def tensor_kernel(format, shape, instruction):
-    """The kernel for a weight format, a Shape and a key of INSTRUCTIONS."""
+def launch_bounds(format, shape, instruction):
+    """(threads of a block, blocks for which an SM has registers)."""
+    less = two_dots(format) or INSTRUCTIONS[instruction][1](two_dots(format)).row_bytes > BLOCK
+    return shape.threads, max(shape.resident - less, 1)
+
+
+def tile_function(format, shape, instruction, row_of, skips=False):
+    """multiply_tile(y, wq, wd, xq, xd, order, n_used, first_row, end, first_column, n, k, stride, add): a block of
+    threads makes rows first_row .. end - 1 of y, at most as many as a tile of the Shape has, and the columns of a tile
+    from first_column on. row_of(order, position, n_used): the row of x that row `position` of y takes.
+
+    skips: each sixteen of rows without a row is left out, and a warp keeps its columns in registers, not its rows.
+    """
     rows, columns, down, _, resident = shape
     threads, tile_rows, tile_columns, w_threads = shape.threads, shape.tile_rows, shape.tile_columns, shape.carriers
     each, n_scales, minima, raw_words = tile_columns // w_threads, format.n_scales, format.minima, format.raw_words
@@ -389,14 +400,13 @@ def tensor_kernel(format, shape, instruction):
     scale_row, scale_column = permuted(row_bits), permuted(column_bits)
     add_first, add_second = (adder(format, each) for each in as_float)
     unpack, integers, load_book, n_dots = format.unpack, format.halves, format.load_book, 8 if two_dots(format) else 4
-    per_row, half_bytes = 1 + minima, row_bytes // 2
+    per_row, half_bytes, pairs = 1 + minima, row_bytes // 2, columns // 2
     copies_w, buffers = copies and w_is_halves, 3 if copies else 2
     wait_for_all, makes_sums = wait_for_copies(0), copies and minima > 0
     wait = wait_for_copies(0 if minima else 1)      # the sums of a block are made in the round before its products
     xd_at, w_at = row_bytes * tile_rows, (row_bytes + 4 * per_row) * tile_rows
     wd_at = w_at + row_bytes * tile_columns
     buffer = wd_at + 4 * n_scales * tile_columns
-    resident = max(resident - (n_dots == 8 or row_bytes == 64), 1)
     shared_words, is_partial = buffers * buffer // 4, carrying < threads // 32
     w_warps, w_is_partial = w_threads // 32, w_threads < threads
     scale_parts, scale_warps, x_is_partial = -(-tile_rows // threads), tile_rows // 32, tile_rows < threads
@@ -490,7 +500,7 @@ def tensor_kernel(format, shape, instruction):
 
     # What a thread does to bring a block of k from global to shared memory, in three parts, of which each form needs
     # two or all. held: raw, x_words, x_scales; to: where the thread stores them; sources: the arrays; places: where its
-    # blocks start in them (gemm_tensor_kernel).
+    # blocks start in them (multiply_tile).
 
     @cuda.jit(device=True, forceinline=True)
     def fetch_block(held, sources, places, blocks, b, warp):
@@ -549,12 +559,46 @@ def tensor_kernel(format, shape, instruction):
                 add_first(acc[r, c], dots[0], w_scales[0], x_scales[r])
                 add_second(acc[r, c + 1], dots[1], w_scales[1], x_scales[r])
 
-    @cuda.jit(launch_bounds=(threads, resident))
-    def gemm_tensor_kernel(y, wq, wd, xq, xd, n, k, n_rows, stride, add):
+    @cuda.jit(device=True, forceinline=True)
+    def load_sixteen(a, x_scales, r, x_at, xd_here):
+        """Loads 16 rows of a block of x, and their scales."""
+        load(a, x_at + uint64(16 * row_bytes * r))
+        for p in range(per_row):
+            first, second = load_shared2(xd_here + uint64(4 * (tile_rows * p + 32 * (r >> 1) + 2 * (r & 1))))
+            x_scales[p, 0], x_scales[p, 1] = word_as_float(first), word_as_float(second)
+
+    @cuda.jit(device=True, forceinline=True)
+    def multiply_some(acc, first, end, sixteens, bias, a, x_scales, b, w_scales, x_at, xd_here):
+        """Multiplies sixteens first .. end - 1 of rows, if they have rows, and loads the next one beforehand."""
+        for r in range(first, end):
+            if uint32(r) < sixteens:
+                if r + 1 < rows:
+                    load_sixteen(a[(r + 1) & 1], x_scales[(r + 1) & 1], r + 1, x_at, xd_here)
+                dots = cuda.local.array((2, n_dots), kind)
+                for c in range(pairs):
+                    multiply(dots, a[r & 1], b[c], bias)
+                    add_first(acc[r, 2 * c], dots[0], w_scales[c, 0], x_scales[r & 1])
+                    add_second(acc[r, 2 * c + 1], dots[1], w_scales[c, 1], x_scales[r & 1])
+
+    @cuda.jit(device=True, forceinline=True)
+    def multiply_sixteens(acc, sixteens, bias, x_at, w_at, xd_here, wd_here):
+        """acc += one block of k, for so many sixteens of rows."""
+        a, x_scales = cuda.local.array((2, words), uint32), cuda.local.array((2, per_row, 2), float32)
+        b, w_scales = cuda.local.array((pairs, words), uint32), cuda.local.array((pairs, 2, n_scales, 2), uint32)
+        load_sixteen(a[0], x_scales[0], 0, x_at, xd_here)
+        for c in range(pairs):
+            load(b[c], w_at + uint64(16 * row_bytes * c))
+            for s in range(n_scales):
+                w_scales[c, 0, s, 0], w_scales[c, 0, s, 1], w_scales[c, 1, s, 0], w_scales[c, 1, s, 1] = load_shared4(
+                    wd_here + uint64(4 * (tile_columns * s + 16 * c)))
+        half = rows // 2            # one loop would not be unrolled
+        multiply_some(acc, 0, half, sixteens, bias, a, x_scales, b, w_scales, x_at, xd_here)
+        multiply_some(acc, half, rows, sixteens, bias, a, x_scales, b, w_scales, x_at, xd_here)
+
+    @cuda.jit(device=True, forceinline=True)
+    def multiply_tile(y, wq, wd, xq, xd, order, n_used, first_row, end, first_column, n, k, stride, add):
         lane, warp = uint32(cuda.threadIdx.x), warp_number()
         thread = uint32(uint32(warp << uint32(5)) + lane)
-        first_row, first_column = uint32(cuda.blockIdx.x * uint32(tile_rows)), uint32(
-            cuda.blockIdx.y * uint32(tile_columns))
         blocks = uint32(k >> uint32(5))
         last = uint32(blocks - uint32(1))
 
@@ -564,12 +608,12 @@ def tensor_kernel(format, shape, instruction):
         x_from = cuda.local.array(x_parts, uint32)
         x_words, x_scales = cuda.local.array((x_parts, 4), uint32), cuda.local.array(x_parts, float32)
         for p in range(x_parts):
-            row = min(uint32(first_row + uint32(p * threads // 2) + uint32(thread >> uint32(1))),
-                      uint32(n_rows - uint32(1)))
+            row = row_of(order, min(uint32(first_row + uint32(p * threads // 2) + uint32(thread >> uint32(1))),
+                                    uint32(end - uint32(1))), n_used)
             x_from[p] = uint32(uint32(row * k) + uint32(uint32(thread & uint32(1)) << uint32(4)))
         xd_from = cuda.local.array(scale_parts, uint32)
         for p in range(scale_parts):
-            row = min(uint32(first_row + uint32(p * threads) + thread), uint32(n_rows - uint32(1)))
+            row = row_of(order, min(uint32(first_row + uint32(p * threads) + thread), uint32(end - uint32(1))), n_used)
             xd_from[p] = uint32(uint32(row * blocks) << uint32(2))
 
         # Addresses in shared memory, in the first buffer: where the thread stores, and where the lane reads.
@@ -587,6 +631,8 @@ def tensor_kernel(format, shape, instruction):
             xd_to = opaque_address(start + uint64(xd_at) + uint64(uint32(scale_row(pair) << uint32(2))) + uint64(
                 uint32(odd * uint32(4 * tile_rows))))
         warp_row, warp_column = tile_of(warp)
+        of_warp = uint32(first_row + warp_row)
+        sixteens = uniform(uint32(uint32(max(end, of_warp) - of_warp + uint32(15)) >> uint32(4)))
         x_here = opaque_address(start + row_place(lane) + uint64(uint32(warp_row * uint32(row_bytes))))
         w_here = opaque_address(start + column_place(lane) + uint64(w_at) + uint64(
             uint32(warp_column * uint32(row_bytes))))
@@ -603,6 +649,8 @@ def tensor_kernel(format, shape, instruction):
         bias = cuda.local.array(4, int32)
         for i in range(4):      # k is a multiple of 32, so it adds nothing
             bias[i] = int32(uint32(BIAS_WORD) | uint32(k & uint32(1 << i)))
+            if skips:           # the assembler would make it anew behind each branch
+                bias[i] = int32(uniform(uint32(bias[i])))
         book = load_book(thread, uint32(threads))
         held, to = (raw, x_words, x_scales), (x_to, xd_to, w_to, wd_to)
         sources, places = (wq, wd, xq, xd), (starts, x_from, xd_from)
@@ -629,15 +677,19 @@ def tensor_kernel(format, shape, instruction):
             cuda.syncthreads()
             if makes_sums and (not x_is_partial or warp < uint32(scale_warps)):
                 put_sums(row_at + following, xd_to + following)
-            load_rows(a, row_scales, x_here + now, xd_here + now)
-            multiply_columns(acc, 0, columns // 2, bias, a, row_scales, w_here + now, wd_here + now)
+            if not skips:
+                load_rows(a, row_scales, x_here + now, xd_here + now)
+                multiply_columns(acc, 0, columns // 2, bias, a, row_scales, w_here + now, wd_here + now)
             copy_block(to, sources, places, filling, b, warp)
             store_block(held, to, filling, book, warp)
             block = uint32(block + uint32(1))
             b = min(block, last)
             fetch_block(held, sources, places, blocks, b, warp)
             cuda.syncwarp()
-            multiply_columns(acc, columns // 2, columns, bias, a, row_scales, w_here + now, wd_here + now)
+            if skips:
+                multiply_sixteens(acc, sixteens, bias, x_here + now, w_here + now, xd_here + now, wd_here + now)
+            else:
+                multiply_columns(acc, columns // 2, columns, bias, a, row_scales, w_here + now, wd_here + now)
             if copies:
                 now, following, filling = following, filling, now
             else:
@@ -654,9 +706,28 @@ def tensor_kernel(format, shape, instruction):
             for j in range(2 * columns):
                 column = uint32(first_column + uint32(16 * (j >> 2) + column_step * ((j >> 1) & 1) + (j & 1)))
                 at = uint32(row * stride + column)
-                if row < n_rows and column < n:
+                if row < end and column < n:
                     total = acc[i >> 1, j >> 1, 2 * (i & 1) + (j & 1)]
                     y[at] = y[at] + total if add else total
+
+    return multiply_tile
+
+
+@cuda.jit(device=True, forceinline=True)
+def same_row(_, position, __):
+    return position
+
+
+def tensor_kernel(format, shape, instruction):
+    """The kernel for a weight format, a Shape and a key of INSTRUCTIONS."""
+    multiply_tile = tile_function(format, shape, instruction, same_row)
+    tile_rows, tile_columns = shape.tile_rows, shape.tile_columns
+
+    @cuda.jit(launch_bounds=launch_bounds(format, shape, instruction))
+    def gemm_tensor_kernel(y, wq, wd, xq, xd, n, k, n_rows, stride, add):
+        first_row, first_column = uint32(cuda.blockIdx.x * uint32(tile_rows)), uint32(
+            cuda.blockIdx.y * uint32(tile_columns))
+        multiply_tile(y, wq, wd, xq, xd, xd, k, first_row, n_rows, first_column, n, k, stride, add)
 
     return gemm_tensor_kernel
 
