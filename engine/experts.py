@@ -25,6 +25,7 @@ from engine.scratch import Activation, ScratchArray
 from engine.weights import Stack, Tensors
 from kernels import expert_gemm, expert_gemv, host_requests, norm, route, swiglu
 from kernels.card import Array, Card, Event
+from kernels.expert_gemm import Tiles
 from kernels.operands import Experts, Matrix
 from kernels.quant_gemv import decoder_of
 from kernels.records import Choice, Groups
@@ -116,14 +117,15 @@ class ExpertsMLP:
         shared = self.share_beside(model, u, run) if chosen is None else self.share(model, run, u)
         choice = self.choose(model, run, chosen, u)
         groups, n_pairs = Groups(s.pair_order, s.pair_position, s.tiles, s.n_tiles), n * choice.n_used
-        route.group_pairs(card, groups, choice, n, c.n_experts, expert_gemm.tile_rows(n_pairs, c.n_experts))
+        tiles = model.products.tiles_of_experts(self.experts, n_pairs)
+        route.group_pairs(card, groups, choice, n, c.n_experts, tiles.rows)
         for column, experts in self.gate_up:
             y = s.pair_products[column:]
             for within_reach in self.in_turns(experts, n_pairs):
-                multiply_grouped(card, y, 2 * c.expert_dim, within_reach, u, groups, n_pairs, choice.n_used)
+                multiply_grouped(card, y, 2 * c.expert_dim, within_reach, u, (groups, tiles), n_pairs, choice.n_used)
         activate(card, pairs, s.pair_products, n_pairs, self.down.is_quantized)
         for within_reach in self.in_turns(self.down, n_pairs):
-            multiply_grouped(card, s.pair_products, self.down.n, within_reach, pairs, groups, n_pairs)
+            multiply_grouped(card, s.pair_products, self.down.n, within_reach, pairs, (groups, tiles), n_pairs)
         if shared:
             card.target(None).wait(shared)
         expert_gemm.combine(card, s.x, s.pair_products, choice, groups, s.shared, n)
@@ -227,10 +229,12 @@ class ExpertsMLP:
                 for each in (matrix, self.shared_down)]
 
 
-def multiply_grouped(card: Card, y: Array, stride: int, experts: Experts, x: Activation, groups: Groups, *rows: int):
+def multiply_grouped(card: Card, y: Array, stride: int, experts: Experts, x: Activation, tiled: tuple[Groups, Tiles],
+                     *rows: int):
     """y = the products of sorted pairs with their experts. rows: see `expert_gemm`."""
+    groups, tiles = tiled
     if experts.is_quantized:
-        expert_gemm.expert_gemm(card, y, stride, experts, x.quantized, groups, *rows)
+        expert_gemm.expert_gemm(card, y, stride, experts, x.quantized, groups, *rows, tiles=tiles)
     else:
         expert_gemm.expert_gemm_float(card, y, stride, experts, x.x, groups, *rows)
 

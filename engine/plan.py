@@ -51,10 +51,6 @@ class Grouped(NamedTuple):
         """The share of the experts that `rows` rows meet, if each row chooses its own evenly."""
         return 1 - (1 - self.n_used / self.n_experts) ** rows
 
-    def rows_of_one(self, rows: int) -> int:
-        """About how many of `rows` rows meet an expert, at least 1."""
-        return -(-rows * self.n_used // self.n_experts)
-
     def rows_for(self, rows: int) -> int:
         """Of how many rows an expert meets about `rows`."""
         return rows * self.n_experts // self.n_used
@@ -206,13 +202,10 @@ class StageCosts:
 
 
 def products_time(work: Work, sizes: list[int], products: Products) -> int:
-    """The time of the products of a pass, as q8_gemm.relative_time. sizes: the rows of its micro-batches. The products
-    of experts are those of dp4a, and count as one product with the matrices of all of them, of as many rows as an
-    expert has."""
-    card, time = products.card, products.relative_time
-    return (sum(count * time(n, k, sizes) for (n, k), count in work.products.items())
-            + sum(count * q8_gemm.relative_time(card, each.n * each.n_experts, each.k,
-                                                [each.rows_of_one(size) for size in sizes])
+    """The time of the products of a pass, as q8_gemm.relative_time. sizes: the rows of its micro-batches."""
+    return (sum(count * products.relative_time(n, k, sizes) for (n, k), count in work.products.items())
+            + sum(count * products.relative_time_of_experts(each.n, each.k, each.n_experts,
+                                                            [size * each.n_used for size in sizes])
                   for each, count in work.grouped.items()))
 
 

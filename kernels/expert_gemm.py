@@ -33,6 +33,7 @@ read once, and memory bounds Q8_0. `combine` is bound by memory: 4 (n_used + 3) 
 """
 
 from functools import cache, partial
+from typing import NamedTuple
 
 import numpy as np
 from numba import cuda
@@ -58,11 +59,42 @@ WIDTH = 4 * THREADS  # values of a row that a block of `combine` takes
 HEIGHTS = 16, 32, 64  # rows of tiles, shared by the warps of a block
 LOW = 16,             # of which these have a kernel of their own
 
+# The tiles of tensor cores. All warps have all rows of a tile, and so the same number of sixteens to make.
+TENSOR_SHAPE = Shape(4, 4, 1, 4, 3)
 
-def tile_rows(n_pairs, n_experts):
-    """Rows of the tiles for n_pairs pairs, one of HEIGHTS: the lowest tiles that hold the rows of an expert with a
-    third more than the average."""
-    return next((rows for rows in HEIGHTS if 3 * rows * n_experts >= 4 * n_pairs), max(HEIGHTS))
+
+class Tiles(NamedTuple):
+    """How the products of experts are made.
+
+    rows: of a tile. instruction: the key of tensor_gemm.INSTRUCTIONS that makes them; None: dp4a."""
+    rows: int
+    instruction: str | None = None
+
+
+def tiles_for(n_pairs, n_experts, instruction=None):
+    """The Tiles for n_pairs pairs: by dp4a the lowest that hold the rows of an expert with a third more than the
+    average."""
+    if instruction:
+        return Tiles(TENSOR_SHAPE.tile_rows, instruction)
+    return Tiles(next((rows for rows in HEIGHTS if 3 * rows * n_experts >= 4 * n_pairs), max(HEIGHTS)))
+
+
+# The time of a block of threads, full or not, in the unit of q8_gemm.block_time: by the rows of a tile of dp4a, and on
+# tensor cores. Measured on an H100, Q8_0, 1024 x 2048, 297 to 4,620 rows.
+TIMES, TENSOR_TIME = {16: 5.9, 32: 9.1, 64: 16.5}, 9.3
+
+
+def relative_time(card, n, k, n_experts, micro_batches, instruction=None):
+    """The time of a product over all micro-batches of a prompt, as q8_gemm.relative_time and in the same unit.
+    micro_batches has the pairs of each.
+
+    An expert has one tile at least, and the last of several is about half full.
+    """
+    work = 0.0
+    for pairs in micro_batches:
+        rows, _ = tiles_for(pairs, n_experts, instruction)
+        work += max(pairs / n_experts / rows + 0.5, 1) * (TENSOR_TIME if instruction else TIMES[rows])
+    return k * n_experts * -(-n // TILE_N) / card.n_sms * work
 
 
 # ---- NumPy -------------------------------------------------------------------------------------------------------
@@ -368,14 +400,9 @@ def grouped(format, height):
 
 # ---- quantised: tensor cores -------------------------------------------------------------------------------------
 
-TENSOR_SHAPES = {32: Shape(2, 4, 1, 4, 3), 64: Shape(4, 4, 1, 4, 3), 128: Shape(8, 4, 1, 4, 2)}
-
-
 @cache
-def grouped_tensor(format, height, instruction):
-    """The kernel of a format for tiles of `height` rows, a key of TENSOR_SHAPES, and a key of
-    tensor_gemm.INSTRUCTIONS."""
-    shape = TENSOR_SHAPES[height]
+def grouped_tensor(format, instruction, shape=TENSOR_SHAPE):
+    """The kernel of a format for a key of tensor_gemm.INSTRUCTIONS."""
     width = shape.tile_columns
     multiply_tile = tensor_gemm.tile_function(format, shape, instruction, source_row, skips=True)
 
@@ -469,23 +496,25 @@ def combine_kernel(n_used, is_shared):
 
 # ---- launches: they write in place and never allocate ------------------------------------------------------------
 
-def expert_gemm(card, y, stride, w, x, groups, n_pairs, n_used=None, *, stream=None):
+def expert_gemm(card, y, stride, w, x, groups, n_pairs, n_used=None, *, tiles=None, stream=None):
     """y[p] <- row of x times the matrix of the expert of sorted position p, for p < n_pairs.
 
     w: quantised Experts of matrices [n, k]. x: Quantized: with n_used, rows of tokens, of which each has n_used pairs;
     without, a row for each sorted position. y: float32, n numbers of each row, `stride` from one row to the next.
-    groups: with tiles of tile_rows(n_pairs, experts) rows. Rows of an expert that is out of reach stay as they are."""
-    n_experts = len(w.places)
-    height = tile_rows(n_pairs, n_experts)
-    grid = -(-w.n // TILE_N), most_tiles(n_pairs, 1, n_experts, height)
-    card.launch(grouped(FORMATS[w.format], height), grid, (32, WARPS), y.reshape(-1), w.home.values.reshape(-1),
-                as_words(w.home.scales), *x.flat, *_sorted(w, groups), w.n, w.k, n_used or 0, stride, stream=stream)
+    tiles: the Tiles that groups have; None: those of `tiles_for` by dp4a. Rows of an expert that is out of reach stay
+    as they are."""
+    n_experts, format = len(w.places), FORMATS[w.format]
+    rows, instruction = tiles or tiles_for(n_pairs, n_experts)
+    kernel = grouped_tensor(format, instruction) if instruction else grouped(format, rows)
+    grid = -(-w.n // TILE_N), most_tiles(n_pairs, 1, n_experts, rows)
+    card.launch(kernel, grid, (32, WARPS), y.reshape(-1), w.home.values.reshape(-1), as_words(w.home.scales), *x.flat,
+                *_sorted(w, groups), w.n, w.k, n_used or 0, stride, stream=stream)
 
 
 def expert_gemm_float(card, y, stride, w, x, groups, n_pairs, n_used=None, *, stream=None):
     """As `expert_gemm`, with w Experts of floats and x float32."""
     n_experts = len(w.places)
-    height = tile_rows(n_pairs, n_experts)
+    height = tiles_for(n_pairs, n_experts).rows
     shape, values = float_matmul.tallest(card), w.home.values
     assert shape.height >= height
     grid = -(-w.n // shape.width), most_tiles(n_pairs, 1, n_experts, height)
@@ -539,9 +568,9 @@ def random_choice(rng, n_rows, n_used, n_experts):
     return np.argsort(keys, axis=1)[:, :n_used].astype(np.int32)
 
 
-def upload_groups(card, experts, n_experts):
-    """(groups, their order on the host) of int32 experts [n_rows, n_used]. Behind the tiles stand what are none."""
-    rows = tile_rows(experts.size, n_experts)
+def upload_groups(card, experts, n_experts, rows):
+    """(groups with tiles of `rows` rows, their order on the host) of int32 experts [n_rows, n_used]. Behind the tiles
+    stand what are none."""
     order, position, tiles = group_reference(experts, n_experts, rows)
     room = np.full((most_tiles(experts.size, 1, n_experts, rows), 3), -1, np.int32)
     room[:len(tiles)] = tiles
@@ -563,19 +592,23 @@ def random_slots(rng, n_experts):
     return slots
 
 
-def check(card, n, k, n_rows, n_used, n_experts, *, format=FORMATS["Q8_0"], from_pairs=False, choose=random_choice):
+def check(card, n, k, n_rows, n_used, n_experts, *, format=FORMATS["Q8_0"], from_pairs=False, choose=random_choice,
+          tiles=None):
     """Multiplies with random experts in random slots, and returns the largest error as a fraction of what rounding may
-    do, as in q8_gemm.check. from_pairs: x has a row for each sorted position. choose: gives the experts of each row."""
+    do, as in q8_gemm.check. from_pairs: x has a row for each sorted position. choose: gives the experts of each row.
+    tiles: as for `expert_gemm`."""
     rng = np.random.default_rng((n, k, n_rows))
     slots, experts = random_slots(rng, n_experts), choose(rng, n_rows, n_used, n_experts)
-    groups, order = upload_groups(card, experts, n_experts)
+    tiles = tiles or tiles_for(experts.size, n_experts)
+    groups, order = upload_groups(card, experts, n_experts, tiles.rows)
     raw = random_raw(rng, format, n_experts * n, k)
     xq, xd = random_activations(rng, experts.size if from_pairs else n_rows, k)
     home = Matrix(format.name, n_experts * n, k, *on_card(card, format, raw, n_experts * n, k))
     y = card.alloc((experts.size + 1, n + 3), np.float32)  # with columns before and after, and a row too many
     card.poison(y)
     expert_gemm(card, y.reshape(-1)[1:], n + 3, place_experts(card, home, n, slots),
-                Quantized(card.upload(xq), card.upload(xd)), groups, experts.size, None if from_pairs else n_used)
+                Quantized(card.upload(xq), card.upload(xd)), groups, experts.size, None if from_pairs else n_used,
+                tiles=tiles)
     y, error, raw = card.download(y), 0.0, raw.reshape(n_experts, -1, raw.shape[-1])
     for expert, slot in enumerate(slots):
         here = np.flatnonzero(experts.reshape(-1)[order] == expert)
@@ -596,7 +629,7 @@ def check_floats(card, case, kind, decodes, from_pairs=False):
     n, k, n_rows, n_used, n_experts = case
     rng = np.random.default_rng((n, k, n_rows))
     slots, experts = random_slots(rng, n_experts), random_choice(rng, n_rows, n_used, n_experts)
-    groups, order = upload_groups(card, experts, n_experts)
+    groups, order = upload_groups(card, experts, n_experts, tiles_for(experts.size, n_experts).rows)
     if decodes:
         order = np.arange(experts.size)
     x = rng.standard_normal((experts.size if from_pairs else n_rows, k), np.float32)
@@ -654,22 +687,30 @@ def cases(card):
     for n, k, n_used in (1024, 2048, 8), (2048, 512, None):
         for rows in (297, 4620) if card.kind == "cuda" else (16, 64):
             for name in "Q8_0", "Q4_K":
-                yield timed(card, n, k, rows, n_used, n_experts, FORMATS[name])
+                for tiles in both_tiles(card, 8 * rows, n_experts):
+                    yield timed(card, n, k, rows, n_used, n_experts, FORMATS[name], tiles)
     for rows in 297, 4620:
         yield timed_sum(card, rows, 2048, 8)
 
 
-def timed(card, n, k, n_rows, n_used, n_experts, format):
+def both_tiles(card, n_pairs, n_experts):
+    """The Tiles by dp4a, and those by tensor cores where the card has them."""
+    instruction = tensor_gemm.instruction_of(card)
+    return [tiles_for(n_pairs, n_experts, each) for each in dict.fromkeys((None, instruction))]
+
+
+def timed(card, n, k, n_rows, n_used, n_experts, format, tiles):
     """8 experts per row; without n_used, x has a row for each pair."""
     experts = random_choice(np.random.default_rng(n_rows), n_rows, 8, n_experts)
-    groups, _ = upload_groups(card, experts, n_experts)
+    groups, _ = upload_groups(card, experts, n_experts, tiles.rows)
     home = Matrix(format.name, n_experts * n, k, *(card.zeros(*array) for array in format.arrays(n_experts * n, k)))
     w = place_experts(card, home, n, np.arange(n_experts))
     rows = n_rows if n_used else experts.size
     x = Quantized(card.zeros((rows, k), np.int8), card.zeros((rows, k // BLOCK), np.float32))
     y = card.alloc((experts.size, n), np.float32)
-    return Case(f"time of {format.name}, {n} x {k}, {n_rows} rows", launch=partial(
-        expert_gemm, card, y, n, w, x, groups, experts.size, n_used),
+    by = "dp4a" if tiles.instruction is None else "tensor"
+    return Case(f"{by} {format.name}, {n} x {k}, {n_rows} rows", launch=partial(
+        expert_gemm, card, y, n, w, x, groups, experts.size, n_used, tiles=tiles),
         n_bytes=sum(a.nbytes for a in (home.values, home.scales, *x, y)), n_ops=2 * n * k * experts.size, pipe="dp4a")
 
 

@@ -1,9 +1,9 @@
 """Which kernels multiply several rows on a card, those of dp4a or those of tensor cores. Their bits are equal.
 
-                rows of prompts           rows of decode steps
-    dp4a        kernels/q8_gemm.py        kernels/q8_gemv.py, decode_tile.py
-    tensor      kernels/tensor_gemm.py    kernels/decode_tensor.py
-                from Volta on             from sm_80 on
+                rows of prompts           of those, experts         rows of decode steps
+    dp4a        kernels/q8_gemm.py        kernels/expert_gemm.py    kernels/q8_gemv.py, decode_tile.py
+    tensor      kernels/tensor_gemm.py    kernels/expert_gemm.py    kernels/decode_tensor.py
+                from Volta on             from Volta on             from sm_80 on
 
 Which of the two is faster, the name of a card does not say: vendors slow single instructions down, dp4a on some cards,
 tensor cores on others. So `measure_products` finds it out, once on each card and for each weight format:
@@ -18,7 +18,8 @@ What was found is kept beside the report of the probe. Times are found anew when
 The engine's own products have other sizes. Each kernel's `relative_time` knows how its time depends on the size. That
 of tensor cores is multiplied by a factor of the card and the format: with it, the two times have at [N, K] and ROWS
 the ratio that was measured. For each size, the kernel with the shorter time multiplies. Decode steps are not measured:
-of enough rows and with large matrices they go by tensor cores where the measured product does.
+of enough rows and with large matrices they go by tensor cores where the measured product does. Products of experts have
+the factor of the format. Those of a layer share the tiles of rows, so one pipe makes all of them.
 
 Nothing depends on the choice but time. So it is harmless if a measurement was disturbed; `--probe` repeats it.
 """
@@ -34,7 +35,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kernels import decode_tensor, probe, q8_gemm, synthetic, tensor_gemm
+from kernels import decode_tensor, expert_gemm, probe, q8_gemm, synthetic, tensor_gemm
 from kernels.card import CardError, OutOfMemory
 from kernels.compile import CompileError
 from kernels.formats import FORMATS
@@ -98,7 +99,7 @@ class Products:
         self.card, self.wish, self.found = card, wish, found or Found()
         if wish == "tensor" and instruction_of(card) is None:
             raise CardError(f"{card.name} has no tensor cores that multiply int8")
-        self.uses_tensor = functools.cache(self.uses_tensor)
+        self.uses_tensor, self.experts_use_tensor = map(functools.cache, (self.uses_tensor, self.experts_use_tensor))
 
     def __repr__(self):
         return f"<products of prompts on {self.card.name}: {self.describe() or 'dp4a'}>"
@@ -146,6 +147,24 @@ class Products:
         """Whether the card converts integers fast."""
         return "mixed" in instruction_of(self.card)
 
+    def tiles_of_experts(self, experts, n_pairs):
+        """The expert_gemm.Tiles of a layer's products. experts: the Experts of each product."""
+        n_experts, products = len(experts[0].places), tuple((each.format, each.n, each.k) for each in experts)
+        on_tensor = self.experts_use_tensor(products, n_experts, n_pairs)
+        return expert_gemm.tiles_for(n_pairs, n_experts, instruction_of(self.card) if on_tensor else None)
+
+    def experts_use_tensor(self, products, n_experts, n_pairs):
+        """Whether tensor cores make the products of a layer's experts. products: (format, n, k) of each."""
+        if self.wish != "auto":
+            return self.wish == "tensor" and all(format in FORMATS for format, _, _ in products)
+        if not all(format in self.factors for format, _, _ in products):
+            return False
+        times = [(expert_gemm.relative_time(self.card, n, k, n_experts, (n_pairs,)),
+                  expert_gemm.relative_time(self.card, n, k, n_experts, (n_pairs,), instruction_of(self.card))
+                  * self.factors[format]) for format, n, k in products]
+        by_dp4a, on_tensor = map(sum, zip(*times))
+        return on_tensor < by_dp4a
+
     @functools.cached_property
     def factors(self):
         """Name of each format that was measured -> what the relative times of tensor cores are multiplied by. Formats
@@ -156,15 +175,25 @@ class Products:
                 for name, times in self.found.times.items() if times.is_equal}
 
     def relative_time(self, n, k, sizes):
-        """The time of a product, in the unit of q8_gemm.relative_time. sizes: the rows of all micro-batches. Plans do
-        not know the format of a product: the mean of all formats that were measured stands for it."""
-        found, by_dp4a = list(self.factors.values()), q8_gemm.relative_time(self.card, n, k, sizes)
+        """The time of a product, in the unit of q8_gemm.relative_time. sizes: the rows of all micro-batches."""
+        return self.shorter(functools.partial(q8_gemm.relative_time, self.card, n, k, sizes),
+                            functools.partial(tensor_gemm.relative_time, self.card, n, k, sizes))
+
+    def relative_time_of_experts(self, n, k, n_experts, sizes):
+        """The same of a product of experts. sizes: the pairs of all micro-batches."""
+        time = functools.partial(expert_gemm.relative_time, self.card, n, k, n_experts, sizes)
+        return self.shorter(time, functools.partial(time, instruction_of(self.card)))
+
+    def shorter(self, by_dp4a, on_tensor):
+        """The time of a product by the kernel that makes it. by_dp4a(), on_tensor(): the relative times. Plans do not
+        know the format of a product: the mean of all formats that were measured stands for it."""
+        found, time = list(self.factors.values()), by_dp4a()
         if self.wish == "dp4a" or self.wish == "auto" and not found:
-            return by_dp4a
+            return time
         if not found:                               # "tensor", as asked: the loops on registers must tell
-            return by_dp4a / self.found.gain(form_of(instruction_of(self.card)))
-        on_tensor = tensor_gemm.relative_time(self.card, n, k, sizes) * sum(found) / len(found)
-        return on_tensor if self.wish == "tensor" else min(on_tensor, by_dp4a)
+            return time / self.found.gain(form_of(instruction_of(self.card)))
+        other = on_tensor() * sum(found) / len(found)
+        return other if self.wish == "tensor" else min(other, time)
 
     def describe(self, formats=None):
         """Which kernels multiply and why, for people. formats: the names of those that count, by default all that were

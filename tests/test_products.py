@@ -3,6 +3,7 @@
 import json
 import math
 import re
+from collections import Counter
 from types import SimpleNamespace
 
 import numpy as np
@@ -12,9 +13,9 @@ from numba import cuda
 import qengine
 from cli.main import main
 from cli.options import build_parser
-from engine.plan import gain_of
+from engine.plan import Grouped, Work, gain_of
 from engine.request import RequestError
-from kernels import probe, products, q8_gemm, tensor_gemm
+from kernels import expert_gemm, probe, products, q8_gemm, tensor_gemm
 from kernels.card import CardError, OutOfMemory
 from kernels.compile import CompileError
 from kernels.emulated.card import EmulatedCard
@@ -32,6 +33,8 @@ from tests.test_reproducible import RECORDED, hashes
 IDS = np.random.default_rng(5).integers(0, 1000, 200).tolist()
 TENSOR, DP4A = "gemm_tensor_kernel", "gemm_q8_q8_kernel"
 WINS = Found({"dp4a": 50.0, "m16n8k32": 200.0}, {"Q8_0": Times(1e-3, 2e-4, True)})
+AS_TIMED = Found(WINS.rates, {"Q8_0": Times(*(time(EmulatedCard(), products.N, products.K, [products.ROWS])
+                                               for time in (q8_gemm.relative_time, tensor_gemm.relative_time)), True)})
 LOSES = Found({"dp4a": 50.0, "m16n8k32": 6.0})
 
 
@@ -86,11 +89,14 @@ def path(request, tmp_path):
 
 
 @pytest.mark.parametrize("path", ["experts", "gguf/dense_mtp-Q8_0.gguf", "gguf/moe_mtp-Q8_0.gguf"], indirect=True)
-def test_models(card, path, on_tensor):
+def test_models(card, path, on_tensor, monkeypatch):
     """A mixture of experts, and models with a draft block."""
+    seen, grouped_tensor = [], expert_gemm.grouped_tensor
+    monkeypatch.setattr(expert_gemm, "grouped_tensor", lambda *each: (seen.append(each), grouped_tensor(*each))[1])
     (want, tokens), (logits, found) = (results(path, card, **how) for how in ({"products": "dp4a"}, on_tensor))
     np.testing.assert_array_equal(logits, want)
     assert found == tokens and want.std() > 0.1
+    assert bool(seen) == ("dense" not in str(path))
 
 
 @pytest.mark.parametrize("path", ["gguf/embed-Q8_0.gguf"], indirect=True)
@@ -215,6 +221,31 @@ def test_decode_steps_follow_prompts(wish, found, instruction, k, columns, chose
     assert made.takes(w, columns) == made.takes(w, columns, swiglu=True) == chosen
     monkeypatch.setattr(card, "max_shared", 48 << 10)
     assert not made.takes(w, columns, swiglu=True)
+
+
+@pytest.mark.parametrize("wish, found, formats, rows, chosen", [
+    ("auto", AS_TIMED, ["Q8_0", "Q8_0"], 297, False), ("auto", AS_TIMED, ["Q8_0", "Q8_0"], 1160, True),
+    ("auto", WINS, ["Q8_0", "Q8_0"], 8, True), ("auto", WINS, ["Q8_0", "Q4_K"], 4620, False),
+    ("auto", LOSES, ["Q8_0"], 4620, False), ("auto", None, ["Q8_0"], 4620, False),
+    ("dp4a", WINS, ["Q8_0"], 4620, False), ("tensor", LOSES, ["Q2_K", "Q4_K"], 8, True),
+    ("tensor", WINS, ["Q8_0", "F16"], 4620, False)])
+def test_the_choice_for_experts(wish, found, formats, rows, chosen):
+    """Of a 35B-A3B, for all products of a layer: they share the tiles."""
+    experts = [SimpleNamespace(format=format, n=n, k=k, places=range(256))
+               for format, (n, k) in zip(formats, [(512, 2048), (2048, 512)])]
+    made = Products(EmulatedCard(), wish, found)
+    instruction = "m16n8k32 mixed" if chosen else None
+    assert made.tiles_of_experts(experts, 8 * rows) == expert_gemm.tiles_for(8 * rows, 256, instruction)
+
+
+def test_plans_count_what_experts_gain():
+    """As much as their products gain, if they are all that a model has; nothing by dp4a, and nothing for few rows."""
+    work = Work(grouped=Counter({Grouped(512, 2048, 256, 8, 1): 3}))
+    assert gain_of(Products(EmulatedCard(), "auto", LOSES), work) == 1
+    assert gain_of(Products(EmulatedCard(), "auto", AS_TIMED), work) > 1.5
+    size = 512, 2048, 256, [8 * 297]
+    times = [Products(EmulatedCard(), "auto", found).relative_time_of_experts(*size) for found in (LOSES, AS_TIMED)]
+    assert times[0] == times[1] > 0
 
 
 @pytest.mark.parametrize("wish, found, words", [
