@@ -10,26 +10,32 @@
     y       float32 [pairs, n]
     groups  kernels/records.py: order, position, and tiles, of which each has some rows of one expert
 
-`expert_gemm` gives the bits of `gemm` (kernels/q8_gemm.py) for that row and that matrix, `expert_gemm_float` those of
-`gemm_float`, `expert_gemv_float` those of `gemv_float` (kernels/float_matmul.py). They use the same device functions:
-here they learn from a tile where their rows of x, their weights and their rows of y are.
+`expert_gemm` gives the bits of `gemm` (kernels/q8_gemm.py) for that row and that matrix, by dp4a or on tensor cores
+(kernels/tensor_gemm.py); `expert_gemm_float` those of `gemm_float`, `expert_gemv_float` those of `gemv_float`
+(kernels/float_matmul.py). They use the same device functions: here they learn from a tile where their rows of x, their
+weights and their rows of y are.
 
         y, sorted        | expert 0      | expert 2         | expert 3 ...
         tiles of 16      |    16   | 7   |   16    |   11   | 2 |               a block of threads: a tile x columns
 
 The number of tiles is known to the card alone. The grid has as many as there can be; blocks without a tile leave.
 
-A tile is 16, 32 or 64 rows high (`tile_rows`): a prompt of 297 tokens gives each of 256 experts 9 rows, one of 4,620
-tokens 144. A block has 4 warps with a quarter of the rows each, one below the other, and 128 columns. A warp whose rows
-are past the end of its tile carries weights to shared memory for the others and multiplies nothing.
+By dp4a a tile is 16, 32 or 64 rows high (`tiles_for`): a prompt of 297 tokens gives each of 256 experts 9 rows, one of
+4,620 tokens 144. A block has 4 warps with a quarter of the rows each, one below the other, and 128 columns. A warp
+whose rows are past the end of its tile carries weights to shared memory for the others and multiplies nothing.
 
 Tiles of 32 and 64 rows multiply as `gemm` does, a block of k at a time. Tiles of 16 rows have so few products for each
 weight that the L1 cache would be the bound: a warp's load of 16 bytes takes it a cycle for each line of 128 bytes. So
 these tiles take 4 blocks of k at a time, and a load meets 4 or 8 columns where it would meet 16 or 32.
 
-Pipe: dp4a, as in kernels/q8_gemm.py. Higher tiles read an expert's weights less often, and have more rows that belong
-to nobody; benchmarks/results.md, section expert_gemm, has both counted. Up to about 12 rows per expert, each expert is
-read once, and memory bounds Q8_0. `combine` is bound by memory: 4 (n_used + 3) bytes per value with the shared expert.
+On tensor cores a tile is 64 rows high. Each of its 4 warps has all rows and a quarter of the columns, and multiplies 16
+rows at a time, as many times as the tile has rows. So few rows cost few products, and all warps have the same number.
+
+Pipe: dp4a, as in kernels/q8_gemm.py, or tensor; kernels/products.py chooses. Higher tiles read an expert's weights less
+often, and have more rows that belong to nobody; benchmarks/results.md, section expert_gemm, has both counted. On tensor
+cores a tile takes about as long with few rows as with many: what carries its weights to shared memory is the bound. Up
+to about 12 rows per expert, each expert is read once by dp4a, and memory bounds Q8_0. `combine` is bound by memory:
+4 (n_used + 3) bytes per value with the shared expert.
 """
 
 from functools import cache, partial

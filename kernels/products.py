@@ -182,7 +182,7 @@ class Products:
     def relative_time_of_experts(self, n, k, n_experts, sizes):
         """The same of a product of experts. sizes: the pairs of all micro-batches."""
         time = functools.partial(expert_gemm.relative_time, self.card, n, k, n_experts, sizes)
-        return self.shorter(time, functools.partial(time, instruction_of(self.card)))
+        return self.shorter(time, lambda: time(instruction_of(self.card)))
 
     def shorter(self, by_dp4a, on_tensor):
         """The time of a product by the kernel that makes it. by_dp4a(), on_tensor(): the relative times. Plans do not
