@@ -38,6 +38,7 @@ to about 12 rows per expert, each expert is read once by dp4a, and memory bounds
 4 (n_used + 3) bytes per value with the shared expert.
 """
 
+import itertools
 from functools import cache, partial
 from typing import NamedTuple
 
@@ -75,6 +76,11 @@ class Tiles(NamedTuple):
     rows: of a tile. instruction: the key of tensor_gemm.INSTRUCTIONS that makes them; None: dp4a."""
     rows: int
     instruction: str | None = None
+
+    @property
+    def pipe(self):
+        """For people."""
+        return "tensor" if self.instruction else "dp4a"
 
 
 def tiles_for(n_pairs, n_experts, instruction=None):
@@ -676,17 +682,20 @@ def check_combine(card, n_rows, n, n_used, is_shared):
 def cases(card):
     """The checks, then times."""
     for case in CASES:
-        for from_pairs in False, True:
-            yield Case("{} x {}, {} rows, {} of {} experts{}".format(*case, ", from pairs" * from_pairs),
-                       partial(check, card, *case, from_pairs=from_pairs))
+        n, k, n_rows, n_used, n_experts = case
+        for from_pairs, tiles in itertools.product((False, True), both_tiles(card, n_rows * n_used, n_experts)):
+            yield Case(f"{n} x {k}, {n_rows} rows, {n_used} of {n_experts} experts{', from pairs' * from_pairs}, "
+                       f"{tiles.pipe}", partial(check, card, *case, from_pairs=from_pairs, tiles=tiles))
         for kind in WEIGHT_AT:
             for decodes in False, True:
                 yield Case("{} x {}, {} rows, {} of {} experts".format(*case), partial(
                     check_floats, card, case, kind, decodes))
     for name, format in FORMATS.items():
-        for n, blocks, *rest in FORMAT_CASES:
-            yield Case(f"{n} x {blocks * format.file_block}, {name}",
-                       partial(check, card, n, blocks * format.file_block, *rest, format=format))
+        for n, blocks, n_rows, n_used, n_experts in FORMAT_CASES:
+            case = n, blocks * format.file_block, n_rows, n_used, n_experts
+            for tiles in both_tiles(card, n_rows * n_used, n_experts):
+                yield Case(f"{n} x {case[1]}, {name}, {tiles.pipe}", partial(check, card, *case, format=format,
+                                                                             tiles=tiles))
     for case in COMBINED:
         yield Case("sum of {} rows x {}, {} experts, shared: {}".format(*case), partial(check_combine, card, *case))
     n_experts = 256 if card.kind == "cuda" else 16
@@ -714,8 +723,7 @@ def timed(card, n, k, n_rows, n_used, n_experts, format, tiles):
     rows = n_rows if n_used else experts.size
     x = Quantized(card.zeros((rows, k), np.int8), card.zeros((rows, k // BLOCK), np.float32))
     y = card.alloc((experts.size, n), np.float32)
-    by = "dp4a" if tiles.instruction is None else "tensor"
-    return Case(f"{by} {format.name}, {n} x {k}, {n_rows} rows", launch=partial(
+    return Case(f"{tiles.pipe} {format.name}, {n} x {k}, {n_rows} rows", launch=partial(
         expert_gemm, card, y, n, w, x, groups, experts.size, n_used, tiles=tiles),
         n_bytes=sum(a.nbytes for a in (home.values, home.scales, *x, y)), n_ops=2 * n * k * experts.size, pipe="dp4a")
 

@@ -26,6 +26,10 @@ A round multiplies one block of k. In its middle, between the two halves of a wa
 they have loaded in the round before, start copies, and load again. Any place in the round would be right. But from this
 place on, marked by a `syncwarp`, the assembler moves no load forward, so that loads and products alternate.
 
+`tile_function` makes the loop of a tile. The products of experts have it too (kernels/expert_gemm.py), with rows of x
+that lie apart and tiles that are seldom full: so there a warp keeps its columns in registers, passes over its rows 16
+at a time, and ends with the last row of the tile. It does so after all else in the round.
+
 INSTRUCTIONS has a Form of these products for each `mma`:
 
     m16n8k32    int8, from sm_80 on. `ldmatrix` gives a warp 8 rows of 16 bytes, four times, as `mma` takes them. In
