@@ -8,13 +8,15 @@ import time
 import numpy as np
 import pytest
 
+import qengine
 from engine.gguf import GGUF
+from engine.images import Picture
 from engine.request import ModelError
 from engine.vision import (TYPES, FileVisionWeights, OpenedTower, SyntheticVisionWeights, Tower, VisionConfig,
                            open_tower, passes_of)
 from kernels.card import PlannedCard
 from kernels.probe import Speed
-from tests.oracle import oracle_npz, oracle_path
+from tests.oracle import oracle_json, oracle_npz, oracle_path
 from tests.vision_files import SMALL, picture, picture_of, write_tower
 from tests.vision_reference import tower_reference
 
@@ -248,3 +250,27 @@ def test_progress_goes_around_the_blocks(card):
 
     Tower(card, SyntheticVisionWeights(dataclasses.replace(SMALL, n_blocks=3)), 8, progress)
     assert seen == [0, 1, 2]
+
+
+# ---- a model that sees -------------------------------------------------------------------------------------
+
+def test_a_model_with_its_tower(card):
+    """From the pixels of the reference's pictures to logits behind them: within the band of 8-bit activations, and
+    greedy tokens of the reference until a margin is below its noise."""
+    data = oracle_npz("dense_mtp-vision")
+    band = oracle_json("manifest.json")["models"]["dense_mtp-Q8_0"]["agreement"]["long"]
+    band = band["llamacpp_quantised_f16kv__vs__hf_f32"]
+    engine = qengine.load(str(oracle_path("gguf/dense_mtp-Q8_0.gguf")), card=card, progress=False, ctx=256,
+                          mmproj=str(oracle_path("gguf/dense_mtp-mmproj-F16.gguf")))
+    try:
+        for case, pixels in ("aligned", "aligned_rgb"), ("unaligned", "unaligned_resized_rgb"):
+            ids, seen, want = data[f"{case}_ids"].tolist(), Picture.of(data[pixels]), data[f"{case}_hf_logits_tail"]
+            tail = engine.evaluate(ids, pictures=[seen])[-len(want):]
+            assert np.linalg.norm(tail - want) <= band["rel_l2"] * np.linalg.norm(want)
+            greedy, margin = data[f"{case}_hf_greedy"].tolist(), data[f"{case}_hf_greedy_margin"]
+            request = qengine.Request(ids, max_tokens=len(greedy), pictures=(seen,), ignore_eos=True)
+            found = [delta.token_id for delta in engine.submit(request)]
+            first = next((i for i, pair in enumerate(zip(found, greedy)) if pair[0] != pair[1]), None)
+            assert first is None or margin[first] <= band["max_abs"]
+    finally:
+        engine.close()
