@@ -86,7 +86,7 @@ from engine.rounds import Rounds
 from engine.scratch import Activation, Scratch, ScratchArray
 from engine.sampler import BUFFERS, FIRST_TOKENS, Sampler, Tokens
 from engine.sequence import Sequence
-from engine.sight import PromptPictures, Seen, open_eyes, pictures_of
+from engine.sight import NAN_PICTURES, PromptPictures, Seen, open_eyes, pictures_of
 from engine.speculate import Pace
 from engine.template import SYNTHETIC_TEMPLATE, ChatTemplate
 from engine.text_engine import TextEngine, TextOnly
@@ -1258,6 +1258,8 @@ class Stage:
     def launch_all(self):
         """Launch every kernel that a prompt or an answer of any length may need. The results are of no use."""
         lengths = self.launch_passes()
+        if self.sight:
+            self.sight.rehearse()
         if self.model.block:
             for n in {min(n, PIECE) for n in lengths}:
                 self.model.block.prefill(self.model, self.prompt_pass(0, n, n), self.cache)
@@ -2033,6 +2035,8 @@ class Scheduler(Rounds):
         count = outcome[advance.COUNT]
         if count < 0:
             expert_store.check(self.pipeline.stages)
+            if sequence.pictures:           # its own rows alone hold one
+                return self._finish(sequence, RequestError("pictures", NAN_PICTURES))
             raise CardError(NAN_LOGITS)
         n_checked = sequence.land(outcome, len(rows), self.n_ctx)
         self.pace.land(sequence.generation.drafts, n_checked, count - 1, len(sequence.drafts))

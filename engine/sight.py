@@ -30,6 +30,7 @@ from engine.request import ModelError, RequestError
 
 FIRST_KEY = 1 << 32         # keys of pictures' tokens are above all ids
 KEYS = 1 << 16              # of a picture; more than it has tokens
+NAN_PICTURES = "a picture of the request makes values that the model's tower or layers cannot hold"
 BLIND = "the model has no eyes: it was loaded without an mmproj file"
 
 

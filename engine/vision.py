@@ -20,7 +20,7 @@ import numpy as np
 
 from engine.gguf import GGUF
 from engine.request import ModelError
-from kernels import finite, half_gemm, layer_norm, patch_rope, patches, picture_attention
+from kernels import half_gemm, layer_norm, patch_rope, patches, picture_attention
 from kernels.card import Array, Card, PlannedCard
 from kernels.formats import FLOATS
 from kernels.half_gemm import HalfMatrix, gemm_half
@@ -242,7 +242,6 @@ class Tower:
         self.post_ln = self._norm("v.post_ln")
         self.mm_0, self.mm_2 = self._map("mm.0.weight"), self._map("mm.2.weight")
         self.frequencies = card.upload(patch_rope.frequencies(config.head_dim), "frequencies of patches")
-        self.bad = card.zeros(1, np.uint32, "flag of pictures beyond half precision")
         self.scratch = Scratch(card, config, MERGED * max_tokens)
         self.weights = None         # a file's tensors need no more memory of the host
 
@@ -268,11 +267,10 @@ class Tower:
 
     def encode(self, pictures, outs: list[Array]) -> Iterator[None]:
         """Each of `outs`, float32 [tokens, hidden_dim], <- the rows of its picture. A generator, which queues copies
-        and launches in the card's present stream, and yields after each piece of `seconds`. At the end `bad` is 1 if a
-        value went beyond half precision, so that rows hold infinity or NaN, else 0."""
+        and launches in the card's present stream, and yields after each piece of `seconds`. Where a value goes beyond
+        half precision, rows hold infinity or NaN."""
         if (largest := max((picture.n_tokens for picture in pictures), default=0)) > self.most_tokens:
             raise ValueError(f"a picture of {largest} tokens, and the tower has room for {self.most_tokens}")
-        self.card.fill(self.bad, 0)
         first = 0
         for part in passes_of(pictures, self.most_tokens):
             grid, tiles = self._place(part)
@@ -358,7 +356,6 @@ class Tower:
         merged = wide
         for out in outs:
             multiply(out, self.mm_2, merged, "float", len(out))
-            finite.find_nonfinite(card, out, self.bad)
             merged = merged[len(out) * MERGED * config.width:]
         yield
 

@@ -69,6 +69,9 @@ class MadeUpTower:
         self.card = card
         return self
 
+    def rehearse(self):
+        """It has no kernels."""
+
     def encode(self, pictures, outs):
         for picture, out in zip(pictures, outs):
             self.encoded.append(picture)

@@ -1,4 +1,4 @@
-"""What a prompt sees: places, keys and rotary positions of pictures; and models that see, whose tower has given rows."""
+"""What a prompt sees: places, keys and rotary positions of pictures; and models that see, with given rows."""
 
 import numpy as np
 import pytest
@@ -92,6 +92,9 @@ class GivenRows:
             self.encoded.append(each)
             self.card.copy_in(out, self.rows[each.digest])
             yield
+
+    def rehearse(self):
+        """It has no kernels."""
 
     def seconds(self, pictures, speed):
         return [0.01] * len(pictures)
@@ -253,6 +256,18 @@ def test_what_is_refused(seeing, golden):
                                 (case.ids[:-20], [case.picture], "text must follow")):
         with pytest.raises(RequestError, match=said):
             engine.submit(qengine.Request(ids, pictures=tuple(pictures)))
+
+
+def test_a_picture_with_a_nan_ends_its_own_request_alone(seeing, golden):
+    engine, tower = seeing
+    case, bad = golden[0], picture(golden[0].picture.rows, golden[0].picture.columns, 77)
+    tower.rows[bad.digest] = np.full_like(case.rows, np.nan)
+    want = tokens_of(engine, case.ids, [case.picture])
+    for _ in range(2):
+        running = engine.submit(qengine.Request(case.ids, max_tokens=32, pictures=(case.picture,), ignore_eos=True))
+        with pytest.raises(RequestError, match="a picture of the request"):
+            tokens_of(engine, case.ids, [bad])
+        assert [delta.token_id for delta in running] == want
 
 
 def test_a_model_without_eyes(card):
