@@ -211,7 +211,7 @@ def with_values(name, function):
     ({"clip.vision.projection_dim": 24}, None, "'mm.2.weight' has the shape"),
     ({}, without("mm.0.bias"), "'mm.0.bias' of the vision tower is missing"),
     ({}, with_values("v.post_ln.weight", lambda values: values[:-1]), "'v.post_ln.weight' has the shape"),
-], ids=str)
+])
 def test_files_that_cannot_be_run_are_refused(tmp_path, keys, change, words):
     path = write_tower(tmp_path / "mmproj.gguf", keys=keys, change=change)
     with pytest.raises(ModelError, match=words) as caught:
