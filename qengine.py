@@ -1742,7 +1742,7 @@ class Scheduler(Rounds):
         """See Rounds. The pass of which parts are queued is queued whole: what it keeps in scratch memory would be
         lost."""
         with super().between_steps():
-            if self.progress:
+            while self.progress:            # behind an encoding stands the pass that it is for
                 self._queue_part(len(self.progress.pieces))
             yield
 
@@ -1880,11 +1880,14 @@ class Scheduler(Rounds):
         """All of a pass is queued: put its pages into the tree. After the last pass of a prompt, queue the choice of
         the first token."""
         sequence, start, end = run.sequence, run.start, run.end
+        if run.placed:          # next comes what they were encoded for: before it, no other picture takes their rows
+            self.progress = self._plan_pass(sequence)
+            return
         sequence.n_computed = end
         nodes = self.cache.join(sequence, end)
         for at, number in run.marks:
             self.cache.keep(nodes[at], number)
-        if not sequence.uses_cache and (following := sequence.ids[start + 1:end + 1] if end > start else ()):
+        if not sequence.uses_cache and (following := sequence.ids[start + 1:end + 1]):
             sequence.scores.append(self.pipeline.score(following))
         if sequence.in_prompt:
             return
@@ -2093,6 +2096,8 @@ class Scheduler(Rounds):
         self.running.remove(sequence)
         if self.progress and self.progress.sequence is sequence:    # the rest of its pass is not queued any more
             self.cache.free_numbers += [number for _, number in self.progress.marks]
+            if self.progress.placed:
+                self.pipeline.gallery.forget(self.progress.placed)
             self.progress = None
         self._release(sequence)
         sequence.generation.close(error)

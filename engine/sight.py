@@ -156,6 +156,11 @@ class Gallery:
                 left -= picture.n_tokens if self._keep(picture, needed, placed) else 0
         return placed
 
+    def forget(self, placed: list[tuple[Picture, int]]):
+        """What `place` has returned is not encoded, or not to its end."""
+        for picture, _ in placed:
+            del self.kept[picture.digest]
+
     def _keep(self, picture: Picture, needed: dict, placed: list) -> bool:
         """Finds rows for a picture. Others make room, but for those that are needed."""
         while (row := self._gap(picture.n_tokens)) is None:

@@ -277,3 +277,50 @@ def test_a_model_without_eyes(card):
             engine.submit(qengine.Request([1, 2], pictures=(picture(1, 1),)))
     finally:
         engine.close()
+
+
+def test_a_picture_of_which_a_part_was_encoded_for_a_cancelled_request(seeing, golden, monkeypatch):
+    """Its rows were never written, so the next request with it has it encoded."""
+    engine, tower = seeing
+    ids, pictures = conversation(golden)
+    want = tokens_of(engine, ids, pictures)
+    engine.clear_cache()
+    engine.pipeline.gallery.kept.clear()
+    tower.encoded.clear()
+    scheduler, running = engine.scheduler, engine.submit(qengine.Request([900, 901], max_tokens=400, ignore_eos=True))
+    next(iter(running))
+    monkeypatch.setattr(scheduler.turns, "n_pieces", lambda pieces: 1)
+    doomed, queue_part = engine.submit(qengine.Request(ids, pictures=tuple(pictures))), scheduler._queue_part
+
+    def cancelled(n_pieces):
+        queue_part(n_pieces)
+        doomed.cancel()
+
+    monkeypatch.setattr(scheduler, "_queue_part", cancelled)
+    doomed.wait()
+    running.cancel()
+    running.wait()
+    monkeypatch.undo()
+    rows = engine.pipeline.stages[0].sight.rows
+    engine.cards[0].poison(rows)
+    assert tokens_of(engine, ids, pictures) == want
+
+
+def test_prompts_whose_pictures_push_each_other_out_come_to_an_end(seeing, golden, monkeypatch):
+    """Each encoding is followed by the pass that it is for."""
+    engine, tower = seeing
+    gallery, (ids, pictures) = engine.pipeline.gallery, conversation(golden)
+    monkeypatch.setattr(gallery, "n_rows", sum(each.n_tokens for each in pictures))     # of one pass
+    others = [picture(each.rows, each.columns, 50 + i) for i, each in enumerate(pictures)]
+    for mine, other in zip(pictures, others):
+        tower.rows[other.digest] = tower.rows[mine.digest][::-1].copy()
+    with engine.scheduler.between_steps():
+        running = [engine.submit(qengine.Request(given, max_tokens=2, pictures=tuple(shown), ignore_eos=True))
+                   for given, shown in ((ids + [5] * 20, pictures), (ids, others))]
+    try:
+        for each in running:
+            assert each.wait(20)
+        assert len(tower.encoded) <= 8
+    finally:
+        for each in running:
+            each.cancel()
