@@ -2272,7 +2272,7 @@ class OpenModel:
     def demand(self, ctx: int | None = None, draft: int | str = "auto", mmproj: str | Path | None = None,
                image_tokens: tuple[int, int] | None = None, **wishes) -> Demand:
         """What the arguments of `load` ask for. Raises RequestError, ModelError."""
-        eyes = open_eyes(self.eyes_file(mmproj), image_tokens, self)
+        eyes = open_eyes(self.eyes_file(mmproj), image_tokens, self, self.n_ctx(ctx))
         demand = Demand(self.n_ctx(ctx), drafts=most_drafts(draft), eyes=eyes, **wishes)
         return for_pooling(demand) if self.config.pooling else demand
 

@@ -20,6 +20,7 @@ from engine.template import has_picture
 
 from .fetch import SECONDS, Fetcher
 
+READING = 60                # seconds that a request gets for reading its pictures, those of the web included
 MAX_KEPT = 128 << 20        # bytes of pixels that are kept; a picture of 4,096 tokens has 12.6 MB
 SLICE = 1 << 20             # letters of base64 that are decoded at once: the interpreter's lock is held for 3 ms
 MAX_HEAD = 256              # letters of a data: URL before its base64
@@ -73,10 +74,14 @@ class Pictures:
 
     def read(self, eyes: Reader, sent: list[Sent], timeout: float | None = None) -> list[Picture]:
         """The pictures of a request. timeout: seconds that reading one of them may take. Raises RequestError for what
-        is no picture, and for too many; DeadlineExceeded."""
-        pictures, end = [], time.monotonic() + SECONDS
+        is no picture, for too many, and for those that take longer than READING together; DeadlineExceeded."""
+        pictures, now = [], time.monotonic()
+        end, until = now + SECONDS, now + READING
         for one in sent:
-            one.picture = one.picture or self.read_one(eyes, one, timeout, end)
+            if not one.picture and (left := until - time.monotonic()) <= 0:
+                raise RequestError(one.field, f"'{one.field}': the pictures before it took {READING} s to read, all that "
+                                              "a request gets")
+            one.picture = one.picture or self.read_one(eyes, one, min(timeout or left, left), end)
             pictures.append(one.picture)
             eyes.limits.check(pictures, one.field)
         return pictures

@@ -232,7 +232,15 @@ class Sight:
         return tuple(found)
 
 
-def open_eyes(mmproj, image_tokens: tuple[int, int] | None, opened) -> Eyes | None:
+def limits_for(image_tokens: tuple[int, int] | None, n_ctx: int) -> Limits:
+    """Of pictures in a context of so many tokens. By default a picture takes half of it at most, so that a large photo
+    leaves room for words. What no context could hold is refused before it is read. Raises RequestError."""
+    limits = Limits.of(image_tokens)
+    most = limits.max_tokens if image_tokens else max(min(limits.max_tokens, n_ctx // 2), limits.min_tokens)
+    return limits._replace(max_tokens=most, most_tokens=min(limits.most_tokens, max(n_ctx, most)))
+
+
+def open_eyes(mmproj, image_tokens: tuple[int, int] | None, opened, n_ctx: int) -> Eyes | None:
     """The eyes of a model: those of a file, random ones for "synthetic", or none for None. opened: has config and
     tokenizer. Raises ModelError, RequestError."""
     if mmproj is None:
@@ -241,7 +249,7 @@ def open_eyes(mmproj, image_tokens: tuple[int, int] | None, opened) -> Eyes | No
     if opened.config.pooling or pad is None:
         raise ModelError(f"{opened.config.name} cannot see: it is no model for text, or has no token {PAD}")
     from engine.vision import open_tower
-    return Eyes(open_tower(mmproj, opened.config.hidden_dim), Limits.of(image_tokens), pad)
+    return Eyes(open_tower(mmproj, opened.config.hidden_dim), limits_for(image_tokens, n_ctx), pad)
 
 
 def pictures_of(ids: list[int], pictures, eyes: Reader | None) -> PromptPictures:

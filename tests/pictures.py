@@ -7,8 +7,8 @@ import zlib
 import numpy as np
 from PIL import Image
 
-from engine.images import PAD, Limits
-from engine.sight import Eyes
+from engine.images import PAD
+from engine.sight import Eyes, limits_for
 
 GREY, RGB, PALETTE, GREY_ALPHA, RGB_ALPHA = 0, 2, 3, 4, 6      # PNG's colour types
 
@@ -83,8 +83,8 @@ class MadeUpTower:
         return [0.01] * len(pictures)
 
 
-def made_up_eyes(mmproj, image_tokens, opened):
+def made_up_eyes(mmproj, image_tokens, opened, n_ctx):
     """In place of `open_eyes`, for models with a token for pictures."""
     if mmproj is None:
         return None
-    return Eyes(MadeUpTower(opened.config.hidden_dim), Limits.of(image_tokens), opened.tokenizer.control[PAD])
+    return Eyes(MadeUpTower(opened.config.hidden_dim), limits_for(image_tokens, n_ctx), opened.tokenizer.control[PAD])

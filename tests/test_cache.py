@@ -160,9 +160,10 @@ class FakePipeline:
         self.random, self.fault, self.n_processed = random, None, 0
         self.log, self.passes = [], []              # passes: the first two tokens of each
         self.n_layers, self.plan_error = 32, 1.0    # of a pass; what plans say of its time, as a multiple
+        self.gallery = None                         # no model here sees
         self.unfinished = None                      # a pass of which layers are left: (how many, ids, slot, marks)
 
-    def prepare_slot(self, slot, request, number):
+    def prepare_slot(self, slot, request, number, lag):
         self.states[slot] = [] if number is None else list(self.saved[number])
         assert [token for token, _ in self.states[slot]] == request.prompt_ids[:len(self.states[slot])]
         self.known[slot] = list(itertools.accumulate(self.states[slot], lambda known, step: extended(known, *step),
@@ -195,7 +196,7 @@ class FakePipeline:
         n = self.n_layers if self.n_stages == 1 else 1
         return [self.plan_error * self.token_seconds * rows / n] * n
 
-    def prefill(self, ids, slot, start, marks=(), n_pieces=None):
+    def prefill(self, ids, slot, start, marks=(), n_pieces=None, seen=None):
         assert start % PAGE_TOKENS == 0 and len(self.states[slot]) == start
         assert n_pieces is None or self.n_stages == 1
         is_whole = n_pieces is None

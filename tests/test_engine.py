@@ -225,7 +225,7 @@ def test_a_step_is_queued_before_the_tokens_of_the_last_are_read(own_engine, mon
 
 def test_waiting_requests_are_admitted_in_their_order(engine):
     started = []
-    with observed(engine, prepare_slot=lambda n, slot, request, number: started.append(request.seed)):
+    with observed(engine, prepare_slot=lambda n, slot, request, number, lag: started.append(request.seed)):
         with engine.scheduler.borrow_slot(1):    # nothing starts before all wait
             waiting = [engine.submit(request(seed, max_tokens=2)) for seed in range(7)]
         for generation in waiting:

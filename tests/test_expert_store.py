@@ -18,7 +18,7 @@ from kernels.open import open_cards
 from kernels.operands import Experts
 
 N_LAYERS, N_EXPERTS, N_USED, MOST_ROWS = 3, 16, 2, 4
-MATRICES = {"inputs": (64, 256), "down": (32, 512)}      # of an expert
+MATRICES = {"ffn_inputs_exps": (64, 256), "ffn_down_exps": (32, 512)}      # of an expert
 
 
 @cuda.jit

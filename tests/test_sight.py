@@ -6,7 +6,7 @@ import pytest
 import qengine
 from engine.images import Limits, Picture, expand
 from engine.request import RequestError
-from engine.sight import FIRST_KEY, Eyes, Gallery, PromptPictures
+from engine.sight import FIRST_KEY, Eyes, Gallery, PromptPictures, limits_for
 from kernels.emulated.card import EmulatedCard
 from tests.models import load_tiny
 from tests.oracle import oracle_json, oracle_npz, oracle_path
@@ -50,6 +50,13 @@ def test_positions_of_the_reference():
         seen = picture(height // 2, width // 2)
         pad = max(set(ids), key=ids.count)
         np.testing.assert_array_equal(PromptPictures(ids, [seen], pad).rope, golden[f"{case}_positions_thw"])
+
+
+def test_limits_follow_the_context():
+    assert limits_for(None, 4096)[:3] == (64, 2048, 4096)
+    assert limits_for(None, 1 << 18)[:3] == (64, 4096, 1 << 14)
+    assert limits_for(None, 100)[:3] == (64, 64, 100)
+    assert limits_for((100, 3000), 2048)[:3] == (100, 3000, 3000)
 
 
 # ---- rows of pictures on a card --------------------------------------------------------------------------------------
