@@ -72,9 +72,9 @@ def observed(engine, **actions):
 def counted(original, action):
     numbers = itertools.count(1)
 
-    def call(*arguments):
+    def call(*arguments, **named):
         action(next(numbers), *arguments)
-        return original(*arguments)
+        return original(*arguments, **named)
 
     return call
 
