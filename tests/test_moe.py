@@ -165,7 +165,7 @@ def layer_results(card, path, block, x):
     inputs, found = card.alloc(7 * 128, np.int32), {}
     qengine.set_rows(inputs, [0] * len(x), [0] * len(x), range(len(x)))
     rows = qengine.rows_of(inputs, len(x))
-    passes = {"prefill": qengine.PromptPass(rows, (), False, contextlib.nullcontext),
+    passes = {"prefill": qengine.PromptPass(rows, (), (), False, contextlib.nullcontext),
               "decode": qengine.DecodePass(rows, len(x))}
     for family, run in passes.items():
         for array in model.scratch.arrays.values():

@@ -249,5 +249,5 @@ def test_the_command_line_has_it(monkeypatch, capsys):
     for options in [], ["--repetition-guard", "off"]:
         main.main(["-p", "hi", *options])
     assert [sampling["repetition_guard"] for sampling in answers] == [True, False]
-    chat.print_answer(ScriptedEngine(LOOP), [5], answers[0])
+    chat.print_answer(ScriptedEngine(LOOP), Request([5], **answers[0]))
     assert "cut because it repeated itself" in capsys.readouterr().err
