@@ -215,7 +215,7 @@ def test_a_chat_with_a_model_that_reads_text_alone(capsys, monkeypatch, files):
 def test_what_a_model_takes_with_its_eyes(capsys, monkeypatch):
     """--plan opens the eyes, and --mmproj none leaves them."""
     opened = []
-    monkeypatch.setattr(qengine, "open_eyes", lambda mmproj, tokens, model: opened.append((mmproj, tokens)))
+    monkeypatch.setattr(qengine, "open_eyes", lambda mmproj, tokens, *_: opened.append((mmproj, tokens)))
     for arguments, expected in ([], (None, None)), (["--mmproj", "none"], (None, None)), (
             ["--mmproj", "eyes.gguf", "--image-tokens", "8,99"], ("eyes.gguf", (8, 99))):
         assert run(capsys, "-m", MODEL, "--plan", "--card", "emulated", *arguments)[0] == 0
