@@ -13,9 +13,8 @@ Rotary positions have three axes. A picture of rows x columns blocks behind p po
 
     time p        height p + row        width p + column        the text behind it goes on at p + max(rows, columns)
 
-(Qwen's M-RoPE.) So behind a picture the rotary positions
-are behind the positions in the sequence. By how many is the `lag` of a prompt; a decode step takes it off
-(kernels/advance.py).
+(Qwen's M-RoPE.) So behind a picture the rotary positions are behind the positions in the sequence. The `lag` of a
+prompt says by how many; a decode step takes it off (kernels/advance.py).
 
 The draft block takes the embedding of PAD for the tokens of pictures. That changes what it guesses, and no token.
 """
@@ -27,6 +26,7 @@ import numpy as np
 
 from engine.images import PAD, Limits, Picture, Reader
 from engine.request import ModelError, RequestError
+from engine.vision import open_tower
 
 FIRST_KEY = 1 << 32         # keys of pictures' tokens are above all ids
 KEYS = 1 << 16              # of a picture; more than it has tokens
@@ -184,15 +184,15 @@ class Gallery:
 class Eyes:
     """The tower of an mmproj file, opened but on no card yet, and what reads pictures for it.
 
-    tower: has load(card, max_tokens), which gives what `Sight` needs, and check(hidden_dim). pad: the id of PAD.
+    tower: has load(card, max_tokens), which gives what `Sight` needs. limits: of pictures. pad: the id of PAD.
     """
 
     def __init__(self, tower, limits: Limits, pad: int):
-        self.tower, self.limits, self.pad = tower, limits, pad
-        self.reader = Reader(limits, pad)
+        self.tower, self.reader = tower, Reader(limits, pad)
 
     def load(self, card, hidden_dim: int) -> "Sight":
-        return Sight(self.tower.load(card, self.limits.max_tokens), hidden_dim, self.limits.max_tokens)
+        max_tokens = self.reader.limits.max_tokens
+        return Sight(self.tower.load(card, max_tokens), hidden_dim, max_tokens)
 
 
 class Sight:
@@ -248,7 +248,6 @@ def open_eyes(mmproj, image_tokens: tuple[int, int] | None, opened, n_ctx: int) 
     pad = opened.tokenizer.control.get(PAD)
     if opened.config.pooling or pad is None:
         raise ModelError(f"{opened.config.name} cannot see: it is no model for text, or has no token {PAD}")
-    from engine.vision import open_tower
     return Eyes(open_tower(mmproj, opened.config.hidden_dim), limits_for(image_tokens, n_ctx), pad)
 
 
