@@ -737,7 +737,7 @@ class Model:
         partials = attend_decode.partials_shape(step_rows, c.n_heads, c.head_dim)
         self.attention_scratch = attend_decode.Scratch(
             card.alloc(partials, np.float32, "attention partials"),
-            card.zeros((step_rows, c.n_kv_heads), np.uint32, "attention blocks that have arrived"))
+            card.zeros((step_rows, c.n_heads), np.uint32, "attention blocks that have arrived"))
         self.arrived = card.zeros(step_rows, np.uint32, "router blocks that have arrived")
         self.side = card.stream("shared experts")
         if self.head is not None:

@@ -25,6 +25,9 @@ pages, 18,400 tokens 36 units of 8 pages, 262,144 tokens 64 units of 64 pages.
     page   | 8 keys | 8 keys | .. | 8 keys |
     warp       0        1      ..     7
 
+A block has a warp for each of its query heads. A KV head with more than 8 of them has several such blocks, which take
+equal *shares* of its query heads; the first share's blocks write the new key and value into the page.
+
 In a check of many answers with up to 4 heads in a group, a block takes two rows of an answer, if there are two rounds
 of such blocks for all SMs; the other blocks end at once. It loads keys and values once and does what follows for one
 row after the other. With fewer blocks SMs would be idle, and instructions take the time, not bytes.
@@ -43,7 +46,7 @@ A row has its new key and value from one warp, which makes the key and writes bo
 block of the row's last unit replaces with them, through shared memory, the stale row in its registers. In a check,
 that block also makes the keys and values of the answer's rows before, a warp each, and replaces theirs: so rows do not
 wait for each other. A block of several rows replaces those of each in its turn, so a row multiplies what it would
-alone. No result depends on what a block reads of these rows of the page meanwhile. The last block of a (row, KV head)
+alone. No result depends on what a block reads of these rows of the page meanwhile. The last block of a (row, share)
 to finish merges the units in increasing order, applies the gate and writes the output, for each of its rows; it knows
 that it is the last from a counter on the card, which it sets back to zero. Accuracy: see kernels/attention.py.
 Pipe: half2 and fp32, about 600 instructions per lane for 64 keys and 4 heads. Bytes: 4 D per key and KV head in
@@ -79,7 +82,7 @@ RESIDENT = 2             # blocks that an SM must hold: bounds the registers
 KEYS = PAGE // WARPS     # of a page, per warp
 UNITS = 64               # at most, of a sequence
 CHECK_ROWS = 8           # of an answer in a launch, at most: a warp makes the new key of each
-MAX_GROUP = WARPS        # query heads per KV head
+MAX_HEADS = WARPS        # of a block in a plain step
 DIMS = 8                 # of a lane, 4 words
 MANY_ANSWERS = 4         # from which on blocks of a check may take several rows each
 ROUNDS = 2               # of such blocks on all SMs: so many there must be
@@ -95,7 +98,7 @@ class Scratch(NamedTuple):
     """What the blocks of a launch leave for each other, on the card."""
 
     partials: Array         # float32 of `partials_shape`
-    arrived: Array          # uint32, rows * n_kv elements or more: zero before the first launch and after each
+    arrived: Array          # uint32, rows * heads elements or more: zero before the first launch and after each
 
 
 # ---- parts -------------------------------------------------------------------------------------------------
@@ -260,6 +263,11 @@ def unit_functions(head_dim, group):
 
 # ---- kernel ------------------------------------------------------------------------------------------------
 
+def shares_of(group):
+    """Equal shares of the query heads of a KV head, as few as leave a block at most MAX_HEADS."""
+    return next(n for n in range(-(-group // MAX_HEADS), group + 1) if group % n == 0)
+
+
 def rows_of_block(group, n_answers, width):
     """Rows of an answer that a block takes at most: two in a check of many answers, if each of their heads has a
     warp."""
@@ -267,9 +275,9 @@ def rows_of_block(group, n_answers, width):
 
 
 @cache
-def attend_kernel(format, group, head_dim, rotary, gated, quantized, early, width, rows=1):
-    """The kernel for a KV format and heads of this shape. `group`, the query heads per KV head, is a constant, so that
-    a lane's values of each head are registers. quantized: int8 output or float32; early: see kernels/intrinsics.py;
+def attend_kernel(format, group, head_dim, rotary, gated, quantized, early, width, rows=1, shares=1):
+    """The kernel for a KV format and heads of this shape. `group`, the query heads of a block, is a constant, so that
+    a lane's values of each head are registers. shares: such groups of a KV head; quantized: int8 output or float32; early: see kernels/intrinsics.py;
     width: 1 in a plain step, CHECK_ROWS in a check; rows: of an answer in a block, at most."""
     words, record, row_elements = head_dim // 2, head_dim + RECORD, format.row(head_dim)
     spans = 32 * DIMS // head_dim                           # of a warp
@@ -298,9 +306,14 @@ def attend_kernel(format, group, head_dim, rotary, gated, quantized, early, widt
         return r, uint32(t - r * uint32(group))
 
     @cuda.jit(device=True, forceinline=True)
-    def records_of(row, n_kv, kv_head):
-        """Number of the first of the records of a row and KV head in `partial`."""
-        return uint32(uint32(uint32(row * n_kv + kv_head) * uint32(group)) * uint32(UNITS))
+    def number_of(row, n_kv, share):
+        """Number of a row's share among those of all rows."""
+        return uint32(row * uint32(n_kv * uint32(shares)) + share)
+
+    @cuda.jit(device=True, forceinline=True)
+    def records_of(row, n_kv, share):
+        """Number of the first of the records of a row's share in `partial`."""
+        return uint32(uint32(number_of(row, n_kv, share) * uint32(group)) * uint32(UNITS))
 
     @cuda.jit(device=True, forceinline=True)
     def put_rows(words, at, new_rows, r, first_key, lane):
@@ -355,7 +368,8 @@ def attend_kernel(format, group, head_dim, rotary, gated, quantized, early, widt
         thread = uint32(cuda.threadIdx.x)
         lane = uint32(thread & uint32(31))
         warp = uniform(thread >> uint32(5))
-        kv_head, row, unit = uint32(cuda.blockIdx.x), uint32(cuda.blockIdx.y), uint32(cuda.blockIdx.z)
+        share, row, unit = uint32(cuda.blockIdx.x), uint32(cuda.blockIdx.y), uint32(cuda.blockIdx.z)
+        kv_head = uint32(share // uint32(shares))
         is_void = row_pos[row] < int32(0)
         position, slot = uniform(uint32(max(row_pos[row], int32(0)))), uniform(uint32(row_slot[row]))
         before, answer = uint32(0), row                 # rows of the answer before this one
@@ -379,7 +393,7 @@ def attend_kernel(format, group, head_dim, rotary, gated, quantized, early, widt
         n_live = uint32(count * uint32(group))
         first_page = uint32(unit << shift)
         end_page = uint32(min(uint32(first_page + uint32(uint32(1) << shift)), uint32(last_page + uint32(1))))
-        first_head = uint32(kv_head * uint32(group))
+        first_head = uint32(share * uint32(group))
         first_key = uint32(warp * uint32(KEYS))
 
         new_key = uint32(position % uint32(PAGE))
@@ -398,7 +412,7 @@ def attend_kernel(format, group, head_dim, rotary, gated, quantized, early, widt
         new = uint32(uint32(WARPS - 1) - own_head)          # the new row that this warp makes
         n_new = uint32(before + count)
         has_newest = unit == last_unit and new < n_new and not is_void
-        is_own, new_row, new_angles = new >= before, row, angles
+        is_own, new_row, new_angles = new >= before and share % uint32(shares) == uint32(0), row, angles
         if width > 1:
             new_row = uint32(new * n_answers + answer)
             if has_newest:
@@ -529,7 +543,7 @@ def attend_kernel(format, group, head_dim, rotary, gated, quantized, early, widt
 
         for r in range(uint32(rows)):
             if r < count:
-                records = records_of(uint32(row + r * n_answers), n_kv, kv_head)
+                records = records_of(uint32(row + r * n_answers), n_kv, share)
                 for j in range(uint32(n_own)):
                     g = uint32(uint32(sides) * j + side)
                     if g < uint32(group):
@@ -538,23 +552,23 @@ def attend_kernel(format, group, head_dim, rotary, gated, quantized, early, widt
                         partial[to], partial[uint32(to + uint32(1))] = o[i], o[i + uint32(1)]
         if warp < n_live and lane == uint32(0):
             of_row, head = row_and_head(warp)
-            records = records_of(uint32(row + of_row * n_answers), n_kv, kv_head)
+            records = records_of(uint32(row + of_row * n_answers), n_kv, share)
             to = uint32(uint32(records + head * uint32(UNITS) + unit) * uint32(record) + uint32(head_dim))
             partial[to], partial[uint32(to + uint32(1))] = high, total
 
         cuda.syncthreads()
         if thread == uint32(0):
-            is_last[uint32(0)] = uint32(arrive(arrived, uint32(row * n_kv + kv_head)) == last_unit)
+            is_last[uint32(0)] = uint32(arrive(arrived, number_of(row, n_kv, share)) == last_unit)
         cuda.syncthreads()
         if is_last[uint32(0)] == uint32(0):
             return
         if thread == uint32(0):
-            arrived[uint32(row * n_kv + kv_head)] = uint32(0)
+            arrived[number_of(row, n_kv, share)] = uint32(0)
         for r in range(count):
             merged = uint32(row + r * n_answers)
-            records = records_of(merged, n_kv, kv_head)
+            records = records_of(merged, n_kv, share)
             gate_at = uint32(merged * stride + first_head * uint32(2 * head_dim) + uint32(head_dim))
-            to = uint32(uint32(merged * n_kv * uint32(group) + first_head) * uint32(head_dim))
+            to = uint32(uint32(merged * n_kv * uint32(shares * group) + first_head) * uint32(head_dim))
             for j in range(uint32(n_rounds)):
                 four = uint32(thread + j * uint32(32 * WARPS))
                 inside = four < uint32(n_fours)
@@ -604,15 +618,15 @@ def attend_decode(card, out, qkv, pages, places, scratch, rows, *, width=1, earl
 
     early: read before the launch before has ended; allowed only if pages, block table, rotary positions and places have
     not been written since the last launch that does not overlap (kernels/intrinsics.py). Writes out, the new rows of
-    the pages and the scratch arrays; never allocates. ValueError: more than 8 query heads per KV head.
+    the pages and the scratch arrays; never allocates.
     """
     heads, rotary, (values, scales) = qkv.heads, qkv.rotary, out
-    if heads.group > MAX_GROUP:
-        raise ValueError(f"attention takes up to {MAX_GROUP} query heads per KV head, not {heads.group}")
-    kernel = attend_kernel(pages.format, heads.group, heads.head_dim, heads.rotary, heads.gated, scales is not None,
+    shares = shares_of(heads.group)
+    group = heads.group // shares
+    kernel = attend_kernel(pages.format, group, heads.head_dim, heads.rotary, heads.gated, scales is not None,
                            early and launches_overlap(card.cc), 1 if width == 1 else CHECK_ROWS,
-                           rows_of_block(heads.group, rows, width))
-    card.launch(kernel, (heads.n_kv_heads, rows * width, min(UNITS, pages.block_table.shape[1])), 32 * WARPS,
+                           rows_of_block(group, rows, width), shares)
+    card.launch(kernel, (heads.n_kv_heads * shares, rows * width, min(UNITS, pages.block_table.shape[1])), 32 * WARPS,
                 values.reshape(-1), (values if scales is None else scales).reshape(-1), scratch.partials.reshape(-1),
                 scratch.arrived.reshape(-1), qkv.products.values.reshape(-1), qkv.q_norm, qkv.k_norm,
                 rotary.positions.reshape(-1), rotary.frequencies, pages.k.reshape(-1), pages.v.reshape(-1),
@@ -625,13 +639,15 @@ def attend_decode(card, out, qkv, pages, places, scratch, rows, *, width=1, earl
 
 # (heads, n_kv, positions: a row each), shape of the heads. Beyond 4,096 tokens a unit is two pages, then four.
 CASES = [((4, 2, (0, 609, 63)), QWEN35), ((16, 4, (64, 1)), QWEN35), ((24, 4, (65, 255, 256, 31)), QWEN35),
+         ((32, 2, (65, 4096, 0)), QWEN35), ((11, 1, (63, 130)), QWEN3),
          ((8, 2, (4095, 4096, 8320)), QWEN35), ((4, 2, (0, 609, 63)), QWEN3), ((5, 1, (66, 4, 133)), QWEN3),
          ((16, 2, (65, 31, 4097)), QWEN3), ((3, 3, (70,)), QWEN3), ((4, 2, (62, 131)), (128, 64, True)),
          ((4, 2, (62, 131)), (256, 128, False))]
 # (heads, n_kv, (position, rows that are not void) of each answer, width), shape of the heads.
 CHECKS = [((8, 2, ((60, 4), (0, 8), (130, 1), (5, 0), (4157, 3)), 8), QWEN35),
           ((6, 1, ((61, 3), (7, 2)), 3), QWEN35), ((8, 1, ((126, 2), (0, 2), (3, 1)), 2), QWEN35),
-          ((5, 1, ((121, 7), (4163, 5)), 7), QWEN3), ((4, 1, ((59, 5), (7, 2)), 5), QWEN3),
+          ((32, 2, ((60, 3), (130, 1), (5, 0), (4157, 3)), 3), QWEN35),
+         ((5, 1, ((121, 7), (4163, 5)), 7), QWEN3), ((4, 1, ((59, 5), (7, 2)), 5), QWEN3),
           ((4, 2, ((10, 5), (58, 6)), 6), (128, 64, True))]
 TIMED = [(16, 4, 300, 1), (16, 4, 4620, 1), (16, 4, 18400, 1), (16, 4, 300, 8)]    # heads, n_kv, tokens, rows
 
@@ -682,7 +698,7 @@ def launcher(card, case, width=1):
     heads, rows = case.qkv.heads, len(case.places.slots)
     there = upload_case(card, case)
     scratch = Scratch(card.alloc(partials_shape(rows, heads.n_heads, heads.head_dim), np.float32),
-                      card.zeros((rows, heads.n_kv_heads), np.uint32))
+                      card.zeros((rows, heads.n_heads), np.uint32))
     card.poison(scratch.partials)
 
     def launch(out, early=False):
