@@ -277,8 +277,8 @@ def rows_of_block(group, n_answers, width):
 @cache
 def attend_kernel(format, group, head_dim, rotary, gated, quantized, early, width, rows=1, shares=1):
     """The kernel for a KV format and heads of this shape. `group`, the query heads of a block, is a constant, so that
-    a lane's values of each head are registers. shares: such groups of a KV head; quantized: int8 output or float32; early: see kernels/intrinsics.py;
-    width: 1 in a plain step, CHECK_ROWS in a check; rows: of an answer in a block, at most."""
+    a lane's values of each head are registers. quantized: int8 output or float32; early: see kernels/intrinsics.py;
+    width: 1 in a plain step, CHECK_ROWS in a check; rows: of an answer in a block, at most; shares: of a KV head."""
     words, record, row_elements = head_dim // 2, head_dim + RECORD, format.row(head_dim)
     spans = 32 * DIMS // head_dim                           # of a warp
     own_keys, n_spans = KEYS // spans, WARPS * spans        # keys of a lane; spans of the block
