@@ -40,6 +40,7 @@ from kernels import compile as compiler
 from kernels import workers
 from kernels.throttled import rewrite
 
+MAX_THREADS = 1024                                       # of a block of any kernel
 ALIGNMENT = 256                                          # bytes; of every allocation, as on the real card
 WORTH_WORKERS = 4                                        # missing kernels that are worth starting processes for
 POISON = 0xFF                                            # filled with this byte, floats are NaN and integers are -1
@@ -325,10 +326,11 @@ class Observer:
 class Function:
     """A kernel, compiled and loaded for one set of argument types. Only the kind of card knows what `handle` is."""
 
-    __slots__ = ("name", "pack", "handle", "max_shared")
+    __slots__ = ("name", "pack", "handle", "max_shared", "max_threads")
 
-    def __init__(self, name, pack, handle, max_shared):
-        self.name, self.pack, self.handle, self.max_shared = name, pack, handle, max_shared
+    def __init__(self, name, pack, handle, max_shared, max_threads):
+        self.name, self.pack, self.handle = name, pack, handle
+        self.max_shared, self.max_threads = max_shared, max_threads
 
 
 class Card:
@@ -536,6 +538,8 @@ class Card:
             function = self._functions.get(tuple(types)) or self._function(tuple(types))
             if not 0 <= shared <= function.max_shared:
                 raise LaunchError(f"{shared} bytes of dynamic shared memory, {function.max_shared} at most")
+            if math.prod(threads) > function.max_threads:
+                raise LaunchError(f"its launch bounds allow blocks of {function.max_threads} threads")
             params = function.pack(*values)
         except (CardError, TypeError, OverflowError, ValueError, struct.error) as error:
             raise LaunchError(f"{kernel.__name__}, grid {grid}, block {block}: {error}") from error
@@ -555,7 +559,8 @@ class Card:
                 compiled = self._source(*types)(compiler.compile_kernel)
                 handle, static_shared = self._load(compiled)
                 pack = compiler.packer(types[1:])
-                function = Function(compiled.name, pack, handle, self.max_shared - static_shared)
+                function = Function(compiled.name, pack, handle, self.max_shared - static_shared,
+                                    most_threads(types[0]))
                 self._functions[types] = function
         return function
 
@@ -796,14 +801,20 @@ def _fill_caches(source, fill, block):
     fill(source(compiler.compile_kernel), block)
 
 
+def most_threads(kernel):
+    """Threads of a block for which a kernel is compiled: its launch bounds, or as many as any card takes."""
+    bounds = kernel.targetoptions.get("launch_bounds") or MAX_THREADS
+    return bounds if isinstance(bounds, int) else bounds[0]
+
+
 @lru_cache(maxsize=4096)
 def _geometry(grid, block):
     """`grid` and `block`, each an int or a tuple, as tuples of three. LaunchError: no card can launch them."""
     blocks, threads = _three(grid), _three(block)
     if not (len(blocks) == 3 and 0 < blocks[0] < 2**31 and 0 < blocks[1] < 2**16 and 0 < blocks[2] < 2**16):
         raise LaunchError("a grid is 1 to 2147483647 by 1 to 65535 by 1 to 65535 blocks")
-    if not (len(threads) == 3 and min(threads) > 0 and math.prod(threads) <= 1024 and threads[2] <= 64):
-        raise LaunchError("a block is 1 to 1024 threads, at most 64 of them in z")
+    if not (len(threads) == 3 and min(threads) > 0 and math.prod(threads) <= MAX_THREADS and threads[2] <= 64):
+        raise LaunchError(f"a block is 1 to {MAX_THREADS} threads, at most 64 of them in z")
     return blocks, threads
 
 

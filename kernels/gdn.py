@@ -334,7 +334,7 @@ def update(s, decay, write, at, lane):
                 s[4 * i + j, 1] = cuda.fma(word_as_float(k[j]), write1, s[4 * i + j, 1])
 
 
-@cuda.jit
+@cuda.jit(launch_bounds=32 * WARPS)
 def gdn_recurrence(o, state, qkv, factors, row_slot, rows, n_k, n_v):
     """Grid (128 / 32 columns, value heads), 4 warps each; all rows belong to one slot."""
     lane, warp, head = uint32(cuda.threadIdx.x & 31), uint32(cuda.threadIdx.x >> 5), uint32(cuda.blockIdx.y)

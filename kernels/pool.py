@@ -36,7 +36,7 @@ def pool_reference(x, w, eps, spans):
 
 # ---- kernel ------------------------------------------------------------------------------------------------
 
-@cuda.jit
+@cuda.jit(launch_bounds=32 * MAX_WARPS)
 def pool_kernel(out, x, w, spans, k, eps):
     """Grid (spans), block (32 for each 512 values of a row)."""
     span, lane, warp = uint32(cuda.blockIdx.x), uint32(cuda.threadIdx.x & 31), uint32(cuda.threadIdx.x >> 5)

@@ -308,7 +308,7 @@ def norm_route_kernel(k, per_lane, n_used, rows, shape):
     start_product, multiply = router_product(k, rows, shape)
     room_held, room_normed, room_partial = max(min(k // 32, shape.held), 1), rows * k, (rows, MAX_WARPS)
 
-    @cuda.jit
+    @cuda.jit(launch_bounds=32 * shape.warps)
     def norm_route_kernel(experts, weights, logits, arrived, q, d, router, x, norm_w, n, n_rows, eps):
         """Grid (blocks that share the n rows of the router, groups of `rows` rows of x)."""
         let_next_begin()

@@ -665,7 +665,7 @@ def kept_prefix(parameters, slot, of_row, registers, shared, thread):
     return threshold, ties
 
 
-@cuda.jit
+@cuda.jit(launch_bounds=THREADS)
 def choose(tokens, weights, histogram, candidates, sums, progress, parameters, row_slot, row_pos, first, n_vocab):
     """Grid as in `find_best`: draws the token of a row where `weigh` has not decided it."""
     w, ids = cuda.local.array(PER_THREAD, uint32), cuda.local.array(PER_THREAD, uint32)

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 from numba import cuda, float32, uint32
 
-from kernels.card import Array, CardError, LaunchError, Observer, OutOfMemory, PlannedCard, is_pinned, show_bytes
+from kernels.card import (MAX_THREADS, Array, CardError, LaunchError, Observer, OutOfMemory, PlannedCard, is_pinned,
+                          most_threads, show_bytes)
 from kernels.compile import CompileError
 from kernels.emulated.card import EmulatedCard
 from kernels.trace import tracing
@@ -32,6 +33,12 @@ def add_scaled(x, y, n, scale):
     i = uint32(cuda.blockIdx.x * cuda.blockDim.x + cuda.threadIdx.x)
     if i < n:
         y[i] = y[i] + x[i] * scale
+
+
+@cuda.jit(launch_bounds=(64, 2))
+def add_one(x):
+    i = uint32(cuda.threadIdx.x)
+    x[i] = x[i] + float32(1)
 
 
 @cuda.jit
@@ -220,6 +227,17 @@ def launch_as_numba_writes_it(card):
     card.free(card_y)
     with pytest.raises(LaunchError, match="add_scaled.*freed"):
         add_scaled[1, 32](card_y, card_y, N, 0.1)
+
+
+@case
+def blocks_within_launch_bounds(card):
+    """A larger block might find too few registers; the emulated card, which has enough, refuses it too."""
+    x = card.zeros(96, "float32")
+    card.launch(add_one, 1, 64, x)
+    with pytest.raises(LaunchError, match=r"add_one, grid 1, block \(32, 3\): its launch bounds .* 64 threads"):
+        card.launch(add_one, 1, (32, 3), x)
+    assert card.download(x).sum() == 64
+    assert most_threads(add_one) == 64 and most_threads(add_scaled) == MAX_THREADS
 
 
 @case

@@ -5,10 +5,12 @@ nothing before its time."""
 import inspect
 import itertools
 import re
+from functools import cache
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from numba import cuda
 
 import qengine
 from kernels import advance, assembler, attend_decode, attention, checkpoint
@@ -16,7 +18,7 @@ from kernels import compile as compiler
 from kernels import (decode_tensor, decode_tile, draft_head, draft_input, draft_list, expert_gemm, expert_gemv,
                      float_matmul, gdn_decode, half_gemm, host_requests, kv_cache, layer_norm, ngram, norm, patch_rope,
                      patches, picture_attention, pool, q8_gemv, quantize, rope, route)
-from kernels.card import Array
+from kernels.card import MAX_THREADS, Array, most_threads
 from kernels.emulated.card import EmulatedCard
 from kernels.formats import FORMATS
 from kernels.kv_formats import KV_FORMATS
@@ -299,14 +301,50 @@ def test_no_other_format_spills(format):
 
 
 def check_spills(kernels):
-    if not assembler.find_assembler():
-        pytest.skip("ptxas of the toolkit is not installed")
-    program, _ = assembler.find_assembler()
     for kernel, *types in kernels:
-        compiled = compiler.compile_kernel(kernel, tuple(types), TARGET)
-        _, words = assembler.run_assembler(program, compiled, TARGET)
+        words = assembled(kernel, tuple(types), TARGET)
         spills = [int(n) for n in re.findall(r"(\d+) bytes spill (?:stores|loads)", words)]
         assert spills and not any(spills), f"{kernel.__name__}{types}: {words}"
+
+
+@cache
+def assembled(kernel, types, cc):
+    """What ptxas says of the registers that a kernel takes on an architecture. All get the PTX of TARGET: that of their
+    own takes as many, and long to compile."""
+    if not assembler.find_assembler():
+        pytest.skip("ptxas of the toolkit is not installed")
+    return assembler.run_assembler(assembler.find_assembler()[0], compiler.compile_kernel(kernel, types, TARGET), cc)[1]
+
+
+REGISTERS = 65_536          # of an SM of every architecture here, for the threads of one block or of several
+
+
+def block_registers(kernel, types, cc):
+    """Registers of the largest block of threads that a kernel may be launched with. A thread gets them by eights."""
+    n = max(map(int, re.findall(r"Used (\d+) registers", assembled(kernel, types, cc))))
+    return -(-n // 8) * 8 * most_threads(kernel)
+
+
+@pytest.mark.parametrize("cc", [TARGET, (7, 5), (9, 0)], ids=str)
+def test_a_block_of_threads_fits_the_registers_of_an_sm(kernels, cc):
+    """A card refuses to launch it otherwise. Where a kernel has no launch bounds, a block may be as large as any: who
+    needs more than 64 registers must say how many threads share them. The assembler keeps within bounds by itself, on
+    every architecture alike."""
+    if cc not in compiler.supported_ccs():
+        pytest.skip(f"the installed CUDA toolkit cannot compile for {cc}")
+    bounded = [launch for launch in kernels if most_threads(launch[0]) < MAX_THREADS]
+    assert bounded and len(bounded) < len(kernels)
+    for kernel, *types in kernels if cc == TARGET else [launch for launch in kernels if launch not in bounded]:
+        n = block_registers(kernel, tuple(types), cc)
+        assert n <= REGISTERS, f"{kernel.__name__}{types}: {most_threads(kernel)} threads take {n} registers"
+
+
+def test_a_block_that_takes_too_many_registers_is_found():
+    """The kernel of sums of rows takes 71 registers if it is not told that 1,024 threads share them."""
+    launch = tuple(next(kernels_of_pooling()))
+    unbounded = cuda.jit(pool.pool_kernel.py_func)
+    assert block_registers(unbounded, launch[1:], TARGET) > REGISTERS >= block_registers(
+        pool.pool_kernel, launch[1:], TARGET)
 
 
 # ---- launches that overlap ---------------------------------------------------------------------------------
