@@ -1,7 +1,9 @@
 """The table of `python -m kernels.<name>`, and `qengine.py --bench` and `--probe`."""
 
+import ast
 import json
 import re
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -39,6 +41,47 @@ def test_table(card, capsys):
     assert "FAILED: error 3.0" in lines[6]
     assert 1e-7 < results[0].seconds < 0.1 and 1e-7 < results[1].seconds < 0.1
     assert results[2].seconds != results[2].seconds and results[3].failure
+
+
+def gives_a_value(body):
+    """Whether the statements `body` of a function end with an exception or a value, never with None."""
+    last = body[-1]
+    if isinstance(last, ast.With):
+        return gives_a_value(last.body)
+    if isinstance(last, ast.If):
+        return bool(last.orelse) and gives_a_value(last.body) and gives_a_value(last.orelse)
+    return isinstance(last, ast.Raise) or isinstance(last, ast.Return) and last.value is not None
+
+
+def checks_of(source):
+    """{name: whether it gives a value} of the functions of a file that its Cases take as checks."""
+    tree = ast.parse(source)
+    cases = [call for call in ast.walk(tree) if isinstance(call, ast.Call) and getattr(call.func, "id", "") == "Case"]
+    checks = [check for case in cases for check in
+              [*case.args[1:2], *(field.value for field in case.keywords if field.arg == "check")]]
+    named = {node.id for check in checks for node in ast.walk(check) if isinstance(node, ast.Name)}
+    return {node.name: gives_a_value(node.body) for node in tree.body
+            if isinstance(node, ast.FunctionDef) and node.name in named}
+
+
+KERNELS = Path(bench.__file__).parent
+TABLES = [file.stem for file in sorted(KERNELS.glob("*.py")) if "\ndef cases(" in file.read_text(encoding="utf-8")]
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_every_check_gives_a_number(name):
+    """The largest error, which the table shows; 0 where bits are compared."""
+    found = checks_of((KERNELS / f"{name}.py").read_text(encoding="utf-8"))
+    assert found and all(found.values()), found
+
+
+@pytest.mark.parametrize("end, value", [("return 1.0", True), ("return", False), ("x = 1", False), ("raise x", True),
+                                        ("if x:\n  return 1\n else:\n  return 2", True),
+                                        ("if x:\n  return 1", False), ("for y in x:\n  return 1", False),
+                                        ("with x:\n  return 1", True), ("with x:\n  y = 1", False)])
+def test_a_check_without_a_number_is_found(end, value):
+    for case in "Case('a', partial(check, 1))", "Case('a', lambda: check(1))", "Case('a', check=check)":
+        assert checks_of(f"def check(x):\n {end}\ndef cases(card):\n yield {case}") == {"check": value}
 
 
 def test_time_is_of_one_call(card):
