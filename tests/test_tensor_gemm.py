@@ -93,6 +93,35 @@ def test_tiles_fill_the_card():
     assert chosen == [128, 64, 32]
 
 
+@pytest.mark.parametrize("n_sms, cc", [(132, (9, 0)), (80, (7, 0)), (40, (7, 5))], ids=str)
+@pytest.mark.parametrize("n", [1024, 4096, 12288, 24576])
+def test_choices_of_tiles_are_sensible(n, n_sms, cc):
+    """The more rows, the higher the tile, until tiles of 128 rows fill the card. No tile that the card has takes less
+    time than the chosen one."""
+    card, q8_0 = SimpleNamespace(n_sms=n_sms, kind="cuda", cc=cc), FORMATS["Q8_0"]
+    able = [tensor_gemm.SHAPES[name] for name in tensor_gemm.shapes_of(tensor_gemm.instruction_of(card))]
+    for concurrent, time in (False, tensor_gemm.tile_time), (True, tensor_gemm.tile_work):
+        heights = []
+        for rows in 1, 32, 64, 128, 256, 512, 2048, 8192:
+            chosen = tensor_gemm.shape_for(card, n, rows, q8_0, concurrent)
+            assert chosen in able
+            assert time(card, n, rows, chosen) == min(time(card, n, rows, shape) for shape in able)
+            heights.append(chosen.tile_rows)
+        assert heights[0] == 32 and heights[-1] == 128
+        if concurrent:                      # by the work alone, rounds of blocks do not matter
+            assert heights == sorted(heights)
+
+
+def test_times_of_tiles_grow_with_them():
+    """But a weight of a row takes less time in a higher tile, and a block that shares an SM less than one alone."""
+    for name in tensor_gemm.INSTRUCTIONS:
+        shapes = sorted((tensor_gemm.SHAPES[shape] for shape in tensor_gemm.shapes_of(name)), key=lambda s: s.tile_rows)
+        for low, high in zip(shapes, shapes[1:]):
+            for i in range(2):
+                assert 1 < tensor_gemm.TIMES[high][i] / tensor_gemm.TIMES[low][i] < high.tile_rows / low.tile_rows
+        assert all(further < alone for alone, further in (tensor_gemm.TIMES[shape] for shape in shapes))
+
+
 def test_relative_time_counts_rows_and_columns():
     card = SimpleNamespace(n_sms=132, kind="cuda", cc=(9, 0))
     times = [tensor_gemm.relative_time(card, 4096, 4096, rows) for rows in ([8], [2048], [4096], [2048, 2048])]
