@@ -21,6 +21,7 @@ import qengine
 from benchmarks.engine import speeds
 from cli.bench import Bench
 from cli.checks import ACCEPTANCE, EMULATED_TOKENS, CheckBench, room_for
+from engine.expert_store import arrays_of
 from kernels import q8_gemm, q8_gemv
 from kernels.emulated import native
 from kernels.norm import NormInput
@@ -34,6 +35,7 @@ DRAFTS = 1, 2, 3                                     # in a step; the best of th
 LOOP_SHARE = 0.70                                    # goals: of a decode step, of the native loop's rate,
 DRAFTED = 1.3                                        # of decoding with drafts, in plain tokens/s, and
 NEVER_SLOWER = 0.97                                  # of the engine's own choice; the rest to 1 is noise of the clock
+PLAIN = {"tiny-moe_mtp": 300}                        # name of a model -> plain tokens/s on two cores
 
 
 @cuda.jit
@@ -144,8 +146,18 @@ def from_memory(card, read, n, k, workers):
         compare(f"{name} n={n} k={k}", lambda: native.execute(program, workers), read, [w.values, w.scales], workers)
 
 
+def weights_of_a_step(stage):
+    """The arrays that a decode step of one row reads: of a layer's experts as many as a row uses, the first ones."""
+    layers = stage.model.layers
+    experts = [each for layer in layers for each in getattr(layer.mlp, "experts", ())]
+    used = [each.home.rows(0, stage.model.config.n_used_experts * each.n) for each in experts]
+    whole = [m for layer in layers for m in qengine.matrices(layer)] + [stage.model.head]
+    return [array for m in whole + used for array in arrays_of(m)]
+
+
 def decoding(model, read, workers):
-    """Decodes with a model: the decode step beside the loop over the weights, and tokens/s, plain and with drafts."""
+    """Decodes with a model: the decode step beside the loop over the weights that it reads, and tokens/s, plain and
+    with drafts."""
     engine = qengine.load(model, card="emulated", ctx=CONTEXT + room_for(EMULATED_TOKENS), slots=1, progress=False)
     (stage,) = engine.pipeline.stages
     stage.card.threads = workers
@@ -156,12 +168,11 @@ def decoding(model, read, workers):
     stage.card.synchronize()
     step = next(recording for key, recording in stage.recordings.made.items()
                 if key[:2] == ("launch_step", qengine.StepShape(1))).programs[0]
-    matrices = [m for layer in stage.model.layers for m in qengine.matrices(layer)] + [stage.model.head]
-    weights = [array for m in matrices for array in (m.values, m.scales)]
-    compare(f"a decode step of {engine.name}", lambda: native.execute(step, workers), read, weights, workers,
-            LOOP_SHARE)
+    compare(f"a decode step of {engine.name}", lambda: native.execute(step, workers), read, weights_of_a_step(stage),
+            workers, LOOP_SHARE)
     plain, chosen = max(plain), max(chosen)
-    print(f"{f'decoding after {CONTEXT} tokens, plain':40} {plain:8.1f} tokens/s")
+    goal = reached(plain, PLAIN[engine.name]) if workers == 2 and engine.name in PLAIN else ""
+    print(f"{f'decoding after {CONTEXT} tokens, plain':40} {plain:8.1f} tokens/s{goal}")
     print(f"{'as many drafts as the engine thinks fit':40} {chosen:8.1f} tokens/s, {chosen / plain:.2f} x"
           f"{reached(chosen / plain, NEVER_SLOWER)}")
     checks = CheckBench(Bench(engine, [], 3, 1), EMULATED_TOKENS)

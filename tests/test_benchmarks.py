@@ -1,0 +1,53 @@
+"""Scripts of benchmarks/ run, and count what they say."""
+
+import os
+
+import pytest
+
+import qengine
+from benchmarks import emulated, expert_file
+from cli.bench import Bench
+from engine import plan
+from engine.request import RequestError
+from kernels.emulated.card import EmulatedCard
+from tests.models import load_tiny
+
+MOE, MB = "synthetic:tiny-moe", 1 << 20
+
+
+@pytest.mark.parametrize("hits", [None, 0.8])
+def test_experts_in_a_file(capsys, monkeypatch, hits):
+    """Each pair is counted once, and the page cache is empty before each step."""
+    dropped, real = [], os.posix_fadvise
+    monkeypatch.setattr(os, "posix_fadvise", lambda file, *rest: dropped.append(rest) or real(file, *rest))
+    memory = plan.machine_bytes()
+    parts = expert_file.run(MOE, EmulatedCard(), 2 * MB, 4 * MB, 10, hits)
+    assert plan.machine_bytes() == memory
+    config = qengine.Config.synthetic("tiny-moe")
+    assert sum(part.n_tokens for part in parts) == 10 and len(parts) == expert_file.PARTS
+    for part in parts:
+        assert part.hits + part.misses == part.n_tokens * config.n_layers * config.n_used_experts
+        assert part.n_read <= part.misses and part.seconds > 0
+    read = [part for part in parts if part.n_read]
+    assert read and len({part.n_bytes / part.n_read for part in read}) == 1     # of an expert
+    assert dropped == [(0, 0, os.POSIX_FADV_DONTNEED)] * (expert_file.READS + 10)
+    lines = capsys.readouterr().out.splitlines()
+    assert "of experts in a file in" in lines[0] and lines[1] == expert_file.HEAD and len(lines) == 2 + len(parts)
+
+
+def test_experts_that_lie_in_no_file_and_models_without():
+    with pytest.raises(SystemExit, match="none lie in a file"):
+        expert_file.run(MOE, EmulatedCard(), 64 * MB, 64 * MB, 4, None)
+    with pytest.raises(RequestError, match="no experts to choose from"):
+        expert_file.run("synthetic:tiny", EmulatedCard(), MB, MB, 4, None)
+
+
+def test_weights_of_a_step():
+    """What benchmarks.emulated reads beside a decode step is what the step must read: of experts those of one row."""
+    for engine in qengine.load(MOE, card="emulated", ctx=64, progress=False), load_tiny("emulated"):
+        arrays = emulated.weights_of_a_step(engine.pipeline.stages[0])
+        bench = Bench(engine, [], 1, 1)
+        whole = sum(m.values.nbytes + (m.scales.nbytes if m.is_quantized else 0) for m in bench.weights())
+        assert sum(array.nbytes for array in arrays) == whole + bench.work().expert_bytes_read(1)
+        assert (bench.work().expert_bytes > 0) == (engine.config.n_experts > 0)
+        engine.close()
