@@ -7,7 +7,7 @@ import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from engine.images import expand
+from engine.images import check_places, prompt_fields
 from engine.request import ContextExceeded, RequestError
 from engine.sight import BLIND
 from engine.template import EFFORT, ChatTemplate, flat_content
@@ -132,18 +132,14 @@ def encode(service, prompt: Prompt, timeout: float | None) -> dict:
 def with_pictures(service, ids: list[int], sent: list[Sent], timeout: float | None = None) -> dict:
     """Arguments of Request: token ids in which each picture has as many tokens as it needs, and the pictures.
 
-    ids: of a prompt with one token for each picture. timeout: seconds that the reading of a picture may take. Raises
-    RequestError for what is no picture, for too many, and where the chat template shows more or fewer pictures than
-    were sent; DeadlineExceeded.
+    ids: of a prompt with one token for each picture. timeout: seconds that reading the pictures may take. Raises
+    RequestError where the chat template shows more or fewer pictures than were sent, and as `Pictures.read` does.
     """
     if not sent:
         return {"prompt_ids": ids}
     eyes = service.ready().eyes
-    if (n_shown := ids.count(eyes.pad)) != len(sent):
-        raise RequestError("messages", "the model's chat template does not show the pictures: the prompt has places "
-                                       f"for {n_shown}, and {len(sent)} were sent")
-    pictures = service.pictures.read(eyes, sent, timeout)
-    return {"prompt_ids": expand(ids, pictures, eyes.pad), "pictures": tuple(pictures)}
+    check_places(ids, len(sent), eyes.pad)          # before anything is read
+    return prompt_fields(ids, service.read(sent, timeout), eyes)
 
 
 def join_system(messages: list[dict]) -> list[dict]:

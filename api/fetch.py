@@ -4,9 +4,11 @@ Whoever may name an address could otherwise have this server ask its own network
 So nothing but public addresses is asked: the name in a URL is resolved once, all of its addresses are checked, and the
 connection goes to one of these addresses, not to the name, which may mean another address a moment later (DNS
 rebinding). A redirect is checked in the same way. Proxies that the environment names are not used. A file may have
-MAX_BYTES, and the files of a request may take SECONDS, with their names and redirects.
+MAX_BYTES, and the files of a request may take SECONDS, with their names and redirects. AT_ONCE files are fetched or
+held at the same time, for all requests together.
 """
 
+import contextlib
 import http.client
 import ipaddress
 import socket
@@ -14,16 +16,38 @@ import ssl
 import threading
 import urllib.parse
 
-from engine.request import RequestError
+from werkzeug.exceptions import TooManyRequests
+
+from engine.patience import ENDLESS, Patience
+from engine.request import DeadlineExceeded, RequestError
 
 SECONDS = 10                # for all files of a request together
+AT_ONCE = 16                # threads, and files in memory: half a gigabyte of them at most
 MAX_BYTES = 32 << 20        # of a file
 MAX_REDIRECTS = 3
 PIECE = 1 << 16             # bytes that are read at once
 HEADERS = {"User-Agent": "qengine", "Accept": "image/*"}
 SAFE = "/?%:@!$&'()*+,;=~"  # letters of a path that mean something
-IPV6 = ipaddress.ip_network("2000::/3")             # what of IPv6 is public at all
-TUNNELS = [ipaddress.ip_network(one) for one in ("2001::/32", "2002::/16")]     # they hold IPv4 addresses: Teredo, 6to4
+PRIVATE = "its address is not a public one"
+
+# What is never asked: the blocks of IANA's registries of special-purpose addresses (iana.org/assignments,
+# iana-ipv4-special-registry and iana-ipv6-special-registry) and of multicast. Those that can be reached from everywhere
+# are among them: they are relays and sinks, which hold nobody's pictures. Of IPv6 only 2000::/3 is public at all
+# (ipv6-address-space). So 6to4 and Teredo are the only forms of IPv4 addresses that need a line: IPv4-mapped ones
+# (::ffff:0:0/96) and NAT64 (64:ff9b::/96, 64:ff9b:1::/48) lie outside, as does Amazon's metadata (fd00:ec2::254).
+# Azure has its metadata at a public address (learn.microsoft.com/azure/virtual-network, "What is IP address
+# 168.63.129.16?"). Other clouds use addresses of these blocks: 169.254.169.254, 100.100.100.200, 192.0.0.192.
+NOT_PUBLIC = [ipaddress.ip_network(block) for block in (
+    "0.0.0.0/8", "127.0.0.0/8", "169.254.0.0/16",                                       # this machine, this link
+    "10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "100.64.0.0/10",                   # private, of providers
+    "192.0.0.0/24", "192.31.196.0/24", "192.52.193.0/24", "192.175.48.0/24",            # protocols, AS112, AMT
+    "192.88.99.0/24",                                                                   # relays of 6to4
+    "192.0.2.0/24", "198.51.100.0/24", "203.0.113.0/24", "198.18.0.0/15",               # documentation, benchmarks
+    "224.0.0.0/4", "240.0.0.0/4",                                                       # multicast, reserved
+    "168.63.129.16/32",                                                                 # Azure
+    "2001::/23", "2002::/16", "2620:4f:8000::/48",                                      # Teredo and others, 6to4, AS112
+    "2001:db8::/32", "3fff::/20")]                                                      # documentation
+PUBLIC_IPV6 = ipaddress.ip_network("2000::/3")
 
 
 class Unreachable(Exception):
@@ -33,28 +57,49 @@ class Unreachable(Exception):
 class Fetcher:
     """Fetches files. resolve, connect: as `socket` has them; tests have their own."""
 
-    def __init__(self, resolve=socket.getaddrinfo, connect=socket.create_connection):
-        self.resolve, self.connect = resolve, connect
+    def __init__(self, resolve=socket.getaddrinfo, connect=None):
+        self.resolve, self.connect = resolve, connect or connect_outside
+        self.places = threading.Semaphore(AT_ONCE)
 
-    def __call__(self, url: str, field: str, seconds: float) -> bytes:
-        """The file at an address. seconds: that are left of SECONDS. Raises RequestError, which names the field."""
+    @contextlib.contextmanager
+    def __call__(self, url: str, field: str, seconds: float, patience: Patience = ENDLESS):
+        """Gives the file at an address, which keeps one of AT_ONCE places while the `with` body runs. seconds: that are
+        left of SECONDS. Raises RequestError, which names the field; DeadlineExceeded where the patience ends;
+        TooManyRequests where no place gets free."""
+        if not patience.wait(lambda left: self.places.acquire(timeout=left), seconds):
+            if not patience.left:
+                raise DeadlineExceeded(patience.why)
+            raise TooManyRequests(f"too many pictures of the web: {AT_ONCE} are being fetched already", retry_after=1)
         job = Job(self, url)
-        threading.Thread(target=job.run, name="picture of the web", daemon=True).start()
-        if not job.is_over.wait(seconds):
-            job.give_up()
-            job.error = Unreachable(f"the files of a request may take {SECONDS} s together")
-        if job.error is not None:
-            raise RequestError(field, f"'{field}' cannot be fetched: {job.error}")
-        return job.data
+        try:
+            job.start()
+            if not patience.wait(job.is_over.wait, seconds):
+                job.give_up()
+                if not patience.left:
+                    raise DeadlineExceeded(patience.why)
+                job.error = Unreachable(f"the files of a request may take {SECONDS} s together")
+            if job.error is not None:
+                raise RequestError(field, f"'{field}' cannot be fetched: {job.error}")
+            yield job.data
+        finally:
+            job.is_done_with.set()
 
 
 class Job:
-    """One file on its way, on a thread of its own, since nothing ends a look for a name early."""
+    """One file on its way, on a thread of its own, since nothing ends a look for a name early. The thread frees the
+    job's place when it has ended and the file is done with: many that hang take no more than AT_ONCE threads."""
 
     def __init__(self, fetcher: Fetcher, url: str):
         self.fetcher, self.url = fetcher, url
         self.data = self.error = self.connection = None
-        self.is_over, self.is_given_up = threading.Event(), False
+        self.is_over, self.is_done_with, self.is_given_up = threading.Event(), threading.Event(), False
+
+    def start(self):
+        try:
+            threading.Thread(target=self.run, name="picture of the web", daemon=True).start()
+        except RuntimeError:            # the machine has no more threads
+            self.fetcher.places.release()
+            raise
 
     def run(self):
         try:
@@ -67,6 +112,8 @@ class Job:
             self.error = Unreachable(f"its address cannot be read ({type(error).__name__})")
         finally:
             self.is_over.set()
+            self.is_done_with.wait()
+            self.fetcher.places.release()
 
     def give_up(self):
         """Ends the job soon: what waits for the other server then fails. The thread that waits for the job calls it."""
@@ -93,7 +140,7 @@ class Job:
         port = parts.port or (443 if is_secure else 80)
         address = checked(self.fetcher.resolve(parts.hostname, port, type=socket.SOCK_STREAM))
         self.check_patience()
-        self.connection = Checked(parts.hostname, port, address, is_secure, self.fetcher.connect)
+        self.connection = Checked(parts.hostname, port, address, is_secure, self.fetcher.connect, self.check_patience)
         try:
             target = urllib.parse.urlunsplit(("", "", parts.path or "/", parts.query, ""))
             self.connection.request("GET", urllib.parse.quote(target, safe=SAFE), headers=HEADERS)
@@ -126,26 +173,39 @@ class Job:
 
 class Checked(http.client.HTTPConnection):
     """A connection to an address that was checked. host: the name that the address was found by, which a certificate
-    has to be for."""
+    has to be for. check: raises once the job was given up. It is called for each new socket, since `Job.give_up` may
+    have come just before there was one to end."""
 
-    def __init__(self, host: str, port: int, address: str, is_secure: bool, connect):
+    def __init__(self, host: str, port: int, address: str, is_secure: bool, connect, check):
         super().__init__(host, port, timeout=SECONDS)
-        self.address, self.is_secure, self.open_socket = address, is_secure, connect
+        self.address, self.is_secure, self.open_socket, self.check = address, is_secure, connect, check
         self.default_port = 443 if is_secure else 80        # the header Host leaves it out
 
     def connect(self):
         self.sock = self.open_socket((self.address, self.port), self.timeout)
+        self.check()
         if self.is_secure:
             self.sock = ssl.create_default_context().wrap_socket(self.sock, server_hostname=self.host,
                                                                  do_handshake_on_connect=False)
+            self.check()
             self.sock.do_handshake()        # here, where `Job.give_up` finds the socket
+
+
+def connect_outside(address: tuple[str, int], timeout: float) -> socket.socket:
+    """A socket that is connected to another machine. Raises Unreachable for this machine: a public address of its own
+    leads to what no firewall keeps from it."""
+    connection = socket.create_connection(address, timeout)
+    if connection.getpeername()[0] == connection.getsockname()[0]:
+        connection.close()
+        raise Unreachable(PRIVATE)
+    return connection
 
 
 def checked(found: list) -> str:
     """One of the addresses that `getaddrinfo` has found, all of which must be public. Raises Unreachable."""
     addresses = [entry[4][0] for entry in found]
     if not addresses or not all(map(is_public, addresses)):
-        raise Unreachable("its address is not a public one")
+        raise Unreachable(PRIVATE)
     return addresses[0]
 
 
@@ -155,6 +215,6 @@ def is_public(text: str) -> bool:
         address = ipaddress.ip_address(text)
     except ValueError:              # fe80::1%eth0
         return False
-    if address.version == 6 and (address not in IPV6 or any(address in tunnel for tunnel in TUNNELS)):
+    if address.version == 6 and address not in PUBLIC_IPV6:
         return False
-    return address.is_global and not address.is_multicast
+    return not any(address in block for block in NOT_PUBLIC)

@@ -9,19 +9,24 @@ Clients send the pictures of a conversation anew with each turn. So `Pictures` k
 
 import binascii
 import collections
+import contextlib
 import hashlib
 import threading
 import time
 from dataclasses import dataclass
 
+from werkzeug.exceptions import TooManyRequests
+
 from engine.images import Picture, Reader
-from engine.request import RequestError
+from engine.patience import Patience
+from engine.request import DeadlineExceeded, RequestError
 from engine.template import has_picture
 
 from .fetch import SECONDS, Fetcher
 
 READING = 60                # seconds that a request gets for reading its pictures, those of the web included
 MAX_KEPT = 128 << 20        # bytes of pixels that are kept; a picture of 4,096 tokens has 12.6 MB
+MAX_HELD = 1 << 30          # bytes of pixels that all requests hold: 80 such pictures. A request may have 50 MB
 SLICE = 1 << 20             # letters of base64 that are decoded at once: the interpreter's lock is held for 3 ms
 MAX_HEAD = 256              # letters of a data: URL before its base64
 
@@ -64,37 +69,63 @@ def sent_in(messages: list[dict]) -> list[Sent]:
             for part in message["content"] if part["type"] == "image"]
 
 
+def patience_for(timeout: float | None, gone) -> Patience:
+    """How long the pictures of a request are waited for. timeout: seconds that the request allows, if it says so.
+    gone(): whether its client has hung up."""
+    if timeout is not None and timeout <= READING:
+        return Patience(timeout, gone)
+    return Patience(READING, gone, f"reading the pictures takes longer than the {READING} s that the server allows")
+
+
 class Pictures:
     """Reads pictures for a server. fetch: a Fetcher; None: nothing is fetched from the web."""
 
     def __init__(self, fetch: Fetcher | None = None):
-        self.fetch, self.lock = fetch, threading.Lock()
+        self.fetch, self.lock = fetch, threading.Lock()     # the lock guards what follows
         self.kept = collections.OrderedDict()       # (SHA-256 of a file, most tokens) -> Picture, the latest used last
         self.n_bytes = 0                            # of the pixels of these
+        self.held = {}                              # holder -> the pictures of a request, until it has ended
 
-    def read(self, eyes: Reader, sent: list[Sent], timeout: float | None = None) -> list[Picture]:
-        """The pictures of a request. timeout: seconds that reading one of them may take. Raises RequestError for what
-        is no picture, for too many, and for those that take longer than READING together; DeadlineExceeded."""
-        pictures, now = [], time.monotonic()
-        end, until = now + SECONDS, now + READING
+    def read(self, eyes: Reader, sent: list[Sent], patience: Patience | None = None, holder=None) -> list[Picture]:
+        """The pictures of a request. holder: what stands for the request; `release` says that it has ended.
+
+        Raises RequestError for what is no picture and for too many, DeadlineExceeded, and TooManyRequests where the
+        pictures of all requests have too many pixels.
+        """
+        patience, end, pictures = patience or patience_for(None, None), time.monotonic() + SECONDS, []
         for one in sent:
-            if not one.picture and (left := until - time.monotonic()) <= 0:
-                raise RequestError(one.field, f"'{one.field}': the pictures before it took {READING} s to read, all that "
-                                              "a request gets")
-            one.picture = one.picture or self.read_one(eyes, one, min(timeout or left, left), end)
+            if not patience.left:
+                raise DeadlineExceeded(patience.why)
+            one.picture = one.picture or self.read_one(eyes, one, patience, end)
             pictures.append(one.picture)
             eyes.limits.check(pictures, one.field)
+            self.hold(one.picture, holder)
         return pictures
 
-    def read_one(self, eyes: Reader, sent: Sent, timeout: float | None, end: float) -> Picture:
-        """end: until when a file of the web may be waited for, by time.monotonic()."""
-        data, most = self.bytes_of(sent, end), eyes.limits.min_tokens if sent.detail == "low" else None
-        key = hashlib.sha256(data).digest(), most
+    def hold(self, picture: Picture, holder):
+        """Counts a picture until its request has ended. One that several requests show counts once."""
         with self.lock:
-            if key in self.kept:
-                self.kept.move_to_end(key)
-                return self.kept[key]
-        picture = eyes.read(data, sent.field, most, timeout)
+            self.held.setdefault(holder, set()).add(picture)
+            n_bytes = sum(each.pixels.nbytes for each in set().union(*self.held.values()))
+        if n_bytes > MAX_HELD:
+            raise TooManyRequests(f"too many pictures: those of all requests may have {MAX_HELD >> 20} MiB of pixels "
+                                  "together", retry_after=1)
+
+    def release(self, holder):
+        """A request has ended."""
+        with self.lock:
+            self.held.pop(holder, None)
+
+    def read_one(self, eyes: Reader, sent: Sent, patience: Patience, end: float) -> Picture:
+        """end: until when a file of the web may be waited for, by time.monotonic()."""
+        most = eyes.limits.min_tokens if sent.detail == "low" else None
+        with self.file_of(sent, patience, end) as data:
+            key = hashlib.sha256(data).digest(), most
+            with self.lock:
+                if key in self.kept:
+                    self.kept.move_to_end(key)
+                    return self.kept[key]
+            picture = eyes.read(data, sent.field, most, patience)
         self.keep(key, picture)
         return picture
 
@@ -107,20 +138,20 @@ class Pictures:
             while self.n_bytes > MAX_KEPT:
                 self.n_bytes -= self.kept.popitem(last=False)[1].pixels.nbytes
 
-    def bytes_of(self, sent: Sent, end: float) -> bytes:
-        """The bytes of a picture's file."""
+    def file_of(self, sent: Sent, patience: Patience, end: float):
+        """A context manager that gives the bytes of a picture's file."""
         if not sent.is_url:
-            return decoded(sent.text, sent.field)
+            return contextlib.nullcontext(decoded(sent.text, sent.field))
         scheme = sent.text[:MAX_HEAD].partition(":")[0].lower()
         if scheme == "data":
-            return decoded(data_of(sent.text, sent.field), sent.field)
+            return contextlib.nullcontext(decoded(data_of(sent.text, sent.field), sent.field))
         if scheme not in ("http", "https"):
             raise RequestError(sent.field, f"'{sent.field}' must be a data: URL, or an address that begins with "
                                            "https:// or http://")
         if self.fetch is None:
             raise RequestError(sent.field, f"'{sent.field}' is an address of the web, and this server fetches nothing "
                                            "from there: a data: URL holds the picture itself (--allow-image-urls)")
-        return self.fetch(sent.text, sent.field, max(0, end - time.monotonic()))
+        return self.fetch(sent.text, sent.field, max(0, end - time.monotonic()), patience)
 
 
 def data_of(url: str, field: str) -> str:

@@ -12,6 +12,7 @@ import time
 import flask
 from werkzeug.exceptions import ServiceUnavailable, TooManyRequests
 
+from engine.images import Picture
 from engine.request import EngineStopped
 from engine.template import end_rendering
 from engine.pooling import PoolingEngine
@@ -22,7 +23,7 @@ from .access import Access
 from .errors import MAX_BODY, MAX_SEEING, NotFound, explain
 from .fetch import Fetcher
 from .models import sees
-from .pictures import Pictures
+from .pictures import Pictures, Sent, patience_for
 from .stored import Stored
 
 MAX_WAITING = 64            # requests that may wait beside the running ones; one more is answered 429
@@ -118,6 +119,11 @@ class Service:
             said.call_on_close(stack.pop_all().close)       # its text is written row by row, and takes seconds
             return said
 
+    def read(self, sent: list[Sent], timeout: float | None) -> list[Picture]:
+        """The pictures of the current HTTP request, as `Pictures.read` has them. timeout: seconds that it may take."""
+        patience = patience_for(timeout, client_watch())
+        return self.pictures.read(self.ready().eyes, sent, patience, flask.g.exchange)
+
     def text_of(self, ids, engine=None) -> str:
         """The text of token ids, special ones included, with one token for each picture. engine: whose they are, by
         default that of the main model."""
@@ -172,7 +178,7 @@ class Service:
     def submit(self, n: int, prepare, engine: PoolingEngine | None = None) -> tuple:
         """Hands n requests to the engine, all of them or none; returns (generations, answer). From then on their
         generations are open, and their client is watched. prepare, engine: see `respond`."""
-        gone = flask.request.environ.get("waitress.client_disconnected", lambda: False)
+        gone = client_watch()
         generations, started = [], time.perf_counter()
         try:
             with self.places(n):
@@ -241,6 +247,11 @@ class Service:
             return not (self.open or self.n_entering)
 
 
+def client_watch():
+    """A function that says whether the client of the current HTTP request has hung up."""
+    return flask.request.environ.get("waitress.client_disconnected", lambda: False)
+
+
 def create_app(engine: TextEngine | PoolingEngine | None = None, side=(), *, sampling: dict | None = None,
                thinking: bool | None = None, template_kwargs: dict | None = None, max_requests: int = MAX_WAITING,
                keys=(), origins=(), host: str = "127.0.0.1", log_prompts: bool = False,
@@ -261,7 +272,8 @@ def create_app(engine: TextEngine | PoolingEngine | None = None, side=(), *, sam
     app.json.sort_keys = False
 
     service.metrics = metrics.Metrics(service)
-    service.log = log.RequestLog([service.metrics.observe], service.text_of if log_prompts else None)
+    observers = [service.metrics.observe, service.pictures.release]
+    service.log = log.RequestLog(observers, service.text_of if log_prompts else None)
     service.log.install(app)
     Access(keys, origins, host).install(app)
     for endpoint in openapi.ENDPOINTS:

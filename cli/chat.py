@@ -5,10 +5,10 @@ import sys
 from pathlib import Path
 
 import qengine
-from engine.images import PAD, Limits, Picture, Reader
+from engine.images import PAD, Picture, Reader, prompt_fields
 from engine.request import ModelError, Request, RequestError
-from engine.sight import BLIND
-from engine.talk import part_of, picture_of, prompt_fields
+from engine.sight import BLIND, limits_for
+from engine.talk import part_of, picture_of, pictures_in
 from engine.tokenizer import encode_prompt
 
 from .engines import Wishes, load_engine, traced
@@ -76,12 +76,14 @@ def run_prompt(model: qengine.OpenModel, options, sampling: dict, wishes: Wishes
     check_text(text := options.prompt)
     n_ctx = model.n_ctx(options.ctx)
     wishes.check(model)
-    with contextlib.closing(Reader(Limits.of(options.image_tokens), model.tokenizer.control.get(PAD))) as eyes:
+    limits = limits_for(options.image_tokens, n_ctx)
+    with contextlib.closing(Reader(limits, model.tokenizer.control.get(PAD))) as eyes:
         messages = [message_of(text, [read_picture(path, eyes) for path in options.image])]
     if model.template is not None and not options.raw:
         text = wishes.render(model, messages)
         sampling = with_bounds(sampling, model, text, wishes.thinking)
-    request = Request(**prompt_fields(encode_prompt(model.tokenizer, text, n_ctx), messages, eyes), **sampling)
+    ids = encode_prompt(model.tokenizer, text, n_ctx)
+    request = Request(**prompt_fields(ids, pictures_in(messages), eyes), **sampling)
     request.check(model.config.n_vocab, n_ctx)
     with contextlib.closing(load_engine(model, options)) as engine, traced(engine, options):
         _, interrupted = print_answer(engine, request)
@@ -146,7 +148,7 @@ def chat(engine, sampling: dict, wishes: Wishes) -> int:
             check_text(text)
             prompt = wishes.render(engine, messages)
             bounded = with_bounds(sampling, engine, prompt, wishes.thinking)
-            request = Request(**prompt_fields(engine.encode(prompt), messages, engine.eyes), **bounded)
+            request = Request(**prompt_fields(engine.encode(prompt), pictures_in(messages), engine.eyes), **bounded)
             answer, _ = print_answer(engine, request)
         except RequestError as error:           # for example, the conversation has outgrown the context
             qengine.note(f"qengine: {error}")

@@ -2,7 +2,7 @@
 
     bytes of a file ──Reader──> Picture ──engine/vision.py──> a vector for each of its tokens
                                    │
-    prompt with one pad for it ──expand──> prompt with a pad for each of its tokens
+    prompt with one pad for it ──prompt_fields──> prompt with a pad for each of its tokens
 
 A token of a picture stands for 32 x 32 pixels. The stretch to whole tokens is the published one (`stretched_size` in
 engine/picture_files.py), so the number of tokens follows from a picture's width and height.
@@ -18,6 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from engine import picture_files
+from engine.patience import ENDLESS, Patience
 from engine.picture_files import BLOCK, PictureError
 from engine.request import DeadlineExceeded, EngineStopped, RequestError
 from engine.sandbox import Closed, Failed, LimitExceeded, OutOfPatience, Sandbox
@@ -51,10 +52,14 @@ class Limits(NamedTuple):
         return cls(least, most)
 
     def check(self, pictures, field: str = "messages"):
-        """Raises RequestError where the pictures of a request are too many, or are too many tokens together. Call it
-        after each picture that is read: a request with a million pictures then ends at the first one too many."""
+        """Raises RequestError where the pictures of a request are too many, or one or all of them are too many tokens.
+        Call it after each picture that is read: a request with a million pictures then ends at the first one too
+        many."""
         if len(pictures) > self.most_pictures:
             raise RequestError(field, f"{field}: a request may have {self.most_pictures} pictures")
+        if (largest := max((picture.n_tokens for picture in pictures), default=0)) > self.max_tokens:
+            raise RequestError(field, f"{field}: a picture may have {self.max_tokens:,} tokens, and one has "
+                                      f"{largest:,}")
         if (n_tokens := sum(picture.n_tokens for picture in pictures)) > self.most_tokens:
             raise RequestError(field, f"{field}: the pictures of a request may have {self.most_tokens:,} tokens "
                                       f"together, and {len(pictures)} of them have {n_tokens:,}")
@@ -98,16 +103,27 @@ class Picture:
         return self.rows * self.columns
 
 
-def expand(ids: list[int], pictures, pad: int, field: str = "messages") -> list[int]:
-    """The token ids of a prompt with each picture's pad as often as the picture has tokens. ids: with one pad for each
-    picture, in their order. Raises RequestError where the numbers of pads and pictures differ."""
-    if (n_pads := ids.count(pad)) != len(pictures):
-        raise RequestError(field, f"{field}: the prompt has places for {n_pads} pictures, and there are "
-                                  f"{len(pictures)}")
+def check_places(ids: list[int], n_pictures: int, pad: int, field: str = "messages"):
+    """Raises RequestError where a prompt has not one pad for each picture: its chat template shows more or fewer."""
+    if (n_pads := ids.count(pad)) != n_pictures:
+        raise RequestError(field, f"the model's chat template does not show the pictures: the prompt has places for "
+                                  f"{n_pads}, and {n_pictures} were sent")
+
+
+def prompt_fields(ids: list[int], pictures, eyes: "Reader | None", field: str = "messages") -> dict:
+    """Fields of a Request: the ids of a prompt, in which each picture has as many pads as tokens, and the pictures.
+
+    ids: with one pad for each picture, in their order. eyes: None only without pictures. field: of the request that
+    holds the pictures, for errors. Raises RequestError, see `Limits.check` and `check_places`.
+    """
+    if not pictures:
+        return {"prompt_ids": ids}
+    eyes.limits.check(pictures, field)
+    check_places(ids, len(pictures), eyes.pad, field)
     expanded, left = [], iter(pictures)
     for token in ids:
-        expanded += [pad] * next(left).n_tokens if token == pad else [token]
-    return expanded
+        expanded += [token] * (next(left).n_tokens if token == eyes.pad else 1)
+    return {"prompt_ids": expanded, "pictures": tuple(pictures)}
 
 
 class Reader:
@@ -122,24 +138,24 @@ class Reader:
         self._rooms = [Sandbox("engine.picture_files", MEMORY) for _ in range(PROCESSES)]
         self._n_calls, self._lock = collections.Counter(), threading.Lock()     # calls of each room, also waiting ones
 
-    def read(self, data: bytes, field: str, max_tokens: int | None = None, timeout: float | None = None) -> Picture:
+    def read(self, data: bytes, field: str, max_tokens: int | None = None, patience: Patience = ENDLESS) -> Picture:
         """The picture of a file, its first one if it has several. field: the part of the request that it is, for
-        errors. max_tokens: of this picture, where it is to have fewer than the limits allow. timeout: seconds that the
-        caller waits, if fewer than SECONDS.
+        errors. max_tokens: of this picture, where it is to have fewer than the limits allow. patience: of the caller,
+        if it may end before SECONDS.
 
         Raises RequestError in one sentence for a file that is no picture or takes too much, DeadlineExceeded, and
         EngineStopped if the reader was closed meanwhile.
         """
         if len(data) > FILE_BYTES:
             raise RequestError(field, f"{field}: the file has {len(data):,} bytes, and may have {FILE_BYTES:,}")
-        patience = {} if timeout is None else {"patience": timeout}
         try:
             with self._room() as room:
-                rows, columns, pixels = room.call("read", data, *self._bounds(max_tokens), seconds=SECONDS, **patience)
+                rows, columns, pixels = room.call("read", data, *self._bounds(max_tokens), seconds=SECONDS,
+                                                  patience=patience)
         except Failed as error:
             raise RequestError(field, f"{field}: {error}") from None
         except OutOfPatience:
-            raise DeadlineExceeded(f"not finished after the {timeout:g} s that the request allows") from None
+            raise DeadlineExceeded(patience.why) from None
         except Closed:
             raise EngineStopped("the server is shutting down") from None
         except LimitExceeded as error:

@@ -23,9 +23,10 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 import weakref
 from multiprocessing.connection import Connection, Pipe
+
+from engine.patience import ENDLESS, Patience
 
 START_SECONDS = 120         # for the process to start and to import its module, on a machine that is very busy
 OUT_OF_MEMORY = 77          # the exit status that says so
@@ -66,24 +67,26 @@ class Sandbox:
         self._n_closed = 0                      # how often `close` was called
         self._end = lambda: None                # ends the process, if there is one; called when this object dies, too
 
-    def call(self, function: str, *arguments, seconds: float, patience: float = threading.TIMEOUT_MAX):
-        """What the function returns. seconds: that the function may take. patience: seconds that the caller waits, also
-        for calls that came first. An argument, and an item of a tuple that the function returns, may be bytes; what
-        else there is must be fit for JSON. Raises Failed, LimitExceeded, OutOfPatience, Closed."""
-        started, n_closed = time.monotonic(), self._n_closed
-        if not self._lock.acquire(timeout=patience):
-            raise OutOfPatience(f"has waited for others for {patience:g} s")
+    def call(self, function: str, *arguments, seconds: float, patience: Patience = ENDLESS):
+        """What the function returns. seconds: that the function may take. patience: of the caller, who also waits for
+        calls that came first. An argument, and an item of a tuple that the function returns, may be bytes; what else
+        there is must be fit for JSON. Raises Failed, LimitExceeded, OutOfPatience, Closed."""
+        n_closed = self._n_closed
+        if not patience.wait(lambda seconds: self._lock.acquire(timeout=seconds)):
+            raise OutOfPatience("has waited for others")
         try:
             if self._n_closed != n_closed:
                 raise Closed("has been ended")
+            if not patience.left:               # the lock came at the last moment: no process is ended for that
+                raise OutOfPatience("has waited for others")
             if self._process is None or self._process.poll() is not None:
                 self._start()
-            seconds = min(seconds, max(0, started + patience - time.monotonic()))
-            said = self._ask(packed([function, seconds, *arguments]), seconds)
+            seconds = min(seconds, patience.left)
+            said = self._ask(packed([function, seconds, *arguments]), seconds, patience)
         except LimitExceeded as error:
             if self._n_closed != n_closed:
                 raise Closed("has been ended") from None
-            if time.monotonic() >= started + patience:
+            if not patience.left:
                 raise OutOfPatience(str(error)) from None
             raise
         finally:
@@ -110,12 +113,12 @@ class Sandbox:
         self._pipe, self._end = ours, weakref.finalize(self, _end, self._process, ours)
         self._ask([], START_SECONDS)
 
-    def _ask(self, asked: list[bytes], seconds: float) -> list[bytes]:
+    def _ask(self, asked: list[bytes], seconds: float, patience: Patience = ENDLESS) -> list[bytes]:
         """Sends what is asked, if anything is, and returns the answer."""
         status = -signal.SIGXCPU                        # of a process that has used too much processor time
         try:
             send(self._pipe, asked)
-            if self._pipe.poll(seconds):
+            if patience.wait(self._pipe.poll, seconds):
                 return receive(self._pipe)
         except (EOFError, OSError):
             status = self._process.wait()

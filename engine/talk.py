@@ -1,7 +1,7 @@
 """Conversations with pictures, as the command line and notebooks hold them.
 
 A message's content is a text or a list of parts, and a part is a text or a picture. `shown` reads the pictures, chat
-templates then write a token for each, and `prompt_fields` gives each picture as many tokens as it needs:
+templates then write a token for each, and `prompt_fields` (engine/images.py) gives each as many tokens as it needs:
 
     messages ──shown──> messages with Pictures ──chat template──> text ──prompt_fields──> fields of a Request
 """
@@ -11,7 +11,7 @@ from pathlib import Path
 
 from PIL import Image
 
-from engine.images import FILE_BYTES, Picture, Reader, expand
+from engine.images import FILE_BYTES, Picture, Reader, prompt_fields
 from engine.request import Request, RequestError
 from engine.sight import BLIND
 from engine.text_engine import TextEngine
@@ -31,7 +31,7 @@ def chat(engine: TextEngine, messages: list[dict], thinking: bool | None = None,
         raise RequestError("messages", "this model has no chat template: use generate")
     messages = shown(messages, engine.eyes)
     text = engine.template.render(messages, enable_thinking=thinking, template_kwargs=template_kwargs)
-    request = Request(**prompt_fields(engine.encode(text), messages, engine.eyes), **sampling)
+    request = Request(**prompt_fields(engine.encode(text), pictures_in(messages), engine.eyes), **sampling)
     return "".join(delta.text for delta in engine.submit(request))
 
 
@@ -89,13 +89,3 @@ def pictures_in(messages: list[dict]) -> list[Picture]:
     """The pictures of messages that `shown` has made, in the order in which a prompt shows them."""
     return [part["picture"] for message in messages if isinstance(message.get("content"), list)
             for part in message["content"] if part.get("type") == "image"]
-
-
-def prompt_fields(ids: list[int], messages: list[dict], eyes: Reader | None) -> dict:
-    """Fields of a Request: the ids of a prompt, in which each picture has as many tokens as it needs, and the
-    pictures. ids: with one token for each picture. messages: of `shown`. Raises RequestError, also where the chat
-    template does not show all pictures."""
-    if not (pictures := pictures_in(messages)):
-        return {"prompt_ids": ids}
-    eyes.limits.check(pictures)
-    return {"prompt_ids": expand(ids, pictures, eyes.pad), "pictures": tuple(pictures)}

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from engine.gguf import GGUF
 from engine.guard import GUARD, ControlTokens, unmarked
+from engine.patience import Patience
 from engine.request import DeadlineExceeded, EngineStopped, ModelError, RequestError
 from engine.sandbox import Closed, Failed, LimitExceeded, OutOfPatience, Sandbox
 from engine.tokenizer import Tokenizer
@@ -143,14 +144,14 @@ class ChatTemplate:
         return GUARD + ControlTokens(self._template[3]).settle(unmarked(text))
 
     def _run(self, values: str, timeout: float | None) -> str:
-        patience = {} if timeout is None else {"patience": timeout}
+        patience = Patience(timeout)
         room = RENDERING_LONG if len(values) > LONG_VALUES else RENDERING
         try:
-            return room.call("render", self._template, values, seconds=SECONDS, **patience)
+            return room.call("render", self._template, values, seconds=SECONDS, patience=patience)
         except Failed as error:
             raise RequestError("messages", f"the chat template refuses the messages: {error}") from None
         except OutOfPatience:
-            raise DeadlineExceeded(f"not finished after the {timeout:g} s that the request allows") from None
+            raise DeadlineExceeded(patience.why) from None
         except Closed:
             raise EngineStopped("the server is shutting down") from None
         except LimitExceeded as error:

@@ -1,9 +1,12 @@
 """Pictures in the requests of every protocol, sent by the official clients to a scripted engine that reads them."""
 
 import base64
+import contextlib
+import http.client
 import io
 import json
 import random
+import threading
 
 import anthropic
 import ollama
@@ -15,12 +18,13 @@ from api import body, pictures, service
 from api.errors import MAX_BODY, MAX_SEEING
 from api.openapi import ENDPOINTS
 from api.pictures import SLICE, Pictures, Sent, decoded
-from engine.images import PAD, Limits, Picture
+from engine.images import LARGEST, PAD, Limits, Picture
+from engine.picture_files import BLOCK
 from engine.prefix import PAGE_TOKENS
 from engine.request import RequestError
 from engine.sight import BLIND
 from engine.template import ChatTemplate
-from tests.clients import CHAT, app_of, send, serving
+from tests.clients import CHAT, app_of, send, serving, wait_until
 from tests.longest_wait import LongestWait
 from tests.oracle import oracle_npz
 from tests.pictures import file_of, scene
@@ -45,10 +49,10 @@ def url_of(file: bytes) -> str:
 
 @pytest.fixture(scope="module")
 def server():
-    """(engine, port)"""
+    """(engine, port, Service)"""
     engine = ScriptedEngine("Seen.", sees=True)
-    with serving(app_of(engine)) as (port, _):
-        yield engine, port
+    with serving(app_of(engine)) as (port, service):
+        yield engine, port, service
     engine.eyes.close()
 
 
@@ -293,6 +297,108 @@ def test_a_picture_longer_than_the_context(server, engine):
     assert said["error"]["param"] == "messages" and said["error"]["n_prompt_tokens"] > 4096 == said["error"]["n_ctx"]
 
 
+# ---- how long, and how many at a time ----------------------------------------------------------------------
+
+
+LARGE = file_of(Image.new("RGB", (7000, 7000)), "PNG")         # takes a second to read
+
+
+def many_large(n: int) -> dict:
+    """A conversation with pictures that take a second each, and few tokens. A PNG file may have something behind it."""
+    return {"max_tokens": 9, "messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {
+        "url": url_of(LARGE + bytes([i])), "detail": "low"}} for i in range(n)]}]}
+
+
+@pytest.mark.parametrize("path", [CHAT, "/tokenize"])
+def test_a_client_that_hangs_up_while_its_pictures_are_read(path):
+    engine, sent = ScriptedEngine("Seen.", sees=True), many_large(30)
+    sent = sent if path == CHAT else {"messages": sent["messages"]}
+    with serving(app_of(engine)) as (port, service), contextlib.closing(engine.eyes) as eyes:
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+        connection.request("POST", path, json.dumps(sent), {"Content-Type": "application/json"})
+        wait_until(lambda: any(eyes._n_calls.values()))
+        connection.close()
+        wait_until(lambda: not service.n_entering and not any(eyes._n_calls.values()), 5)
+        assert not engine.requests
+        wait_until(lambda: not service.pictures.held)
+
+
+@pytest.mark.parametrize("most, fields, says", [
+    (0.5, {}, "reading the pictures takes longer than the 0.5 s that the server allows"),
+    (0.5, {"timeout": 60}, "reading the pictures takes longer than the 0.5 s that the server allows"),
+    (60, {"timeout": 0.5}, "not finished after the 0.5 s that the request allows")])
+def test_whose_limit_of_time_it_is(most, fields, says, server, engine, monkeypatch):
+    """In the middle of a picture, and before the next one."""
+    monkeypatch.setattr(pictures, "READING", most)
+    for lock in [room._lock for room in engine.eyes._rooms], []:       # others are being read; or several are too many
+        with contextlib.ExitStack() as stack:
+            for each in lock:
+                stack.enter_context(each)
+            status, _, said = send(server[1], "POST", CHAT, many_large(30) | fields)
+        assert status == 504 and message_of(said) == says and not engine.requests
+
+
+def test_pixels_of_waiting_requests_are_bounded(monkeypatch):
+    """Twelve clients send a picture each and wait for answers, and three pictures are the most. The others hear so, and
+    whoever shows the same picture as another one adds nothing."""
+    monkeypatch.setattr(pictures, "MAX_HELD", 3 * Picture.of(scene(256, 256)).pixels.nbytes)
+    go_on, answers = threading.Event(), []
+    engine = ScriptedEngine(lambda prompt: "Seen." if go_on.wait(30) else "", sees=True)
+    with serving(app_of(engine, max_requests=40)) as (port, service), contextlib.closing(engine.eyes):
+        def ask(file):
+            body = image_url(url_of(file))[1] | {"max_tokens": 9, "n": 2}
+            answers.append(send(port, "POST", CHAT, body))
+
+        def start(file):
+            threads.append(threading.Thread(target=ask, args=(file,)))
+            threads[-1].start()
+
+        threads = []
+        for seed in range(12):
+            start(file_of(scene(256, 256, seed=seed), "PNG"))
+        wait_until(lambda: len(answers) == 9 and len(engine.requests) == 3)
+        for status, headers, said in answers:
+            assert status == 429 and headers["Retry-After"] == "1"
+            assert message_of(said).startswith("too many pictures: those of all requests may have 0 MiB of pixels")
+        assert len(set().union(*service.pictures.held.values())) == 3
+        held, = engine.requests[0].pictures
+        start(file_of(held.pixels, "PNG"))
+        start(file_of(scene(256, 256, seed=50), "PNG"))
+        wait_until(lambda: len(answers) == 10 and len(engine.requests) == 4)
+        go_on.set()
+        for thread in threads:
+            thread.join()
+        assert sorted(status for status, _, _ in answers) == [200] * 4 + [429] * 10
+        wait_until(lambda: not service.pictures.held)
+        ask(file_of(scene(256, 256, seed=51), "PNG"))
+        assert answers[-1][0] == 200
+
+
+def test_honest_users_do_not_notice_that_bound():
+    """All places of the queue taken by pictures of the default's largest size, and one request of the largest there
+    is."""
+    largest = Limits()
+    assert service.MAX_WAITING * largest.max_tokens * BLOCK**2 * 3 <= pictures.MAX_HELD
+    assert LARGEST * BLOCK**2 * 3 <= pictures.MAX_HELD and largest.most_tokens == LARGEST
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path, others, status", [
+    (CHAT, {"max_tokens": 9}, 200), ("/tokenize", {}, 200),
+    (CHAT, {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "?"}}}}, 400)])
+def test_pixels_are_let_go_however_a_request_ends(path, others, status, stream, server, engine, monkeypatch):
+    kept, counts = server[2].pictures, []
+    monkeypatch.setattr(kept, "hold", lambda *given: (Pictures.hold(kept, *given), counts.append(len(kept.held))))
+    sent = image_url(url_of(A))[1] | others | ({"stream": True} if stream and path == CHAT else {})
+    connection = http.client.HTTPConnection("127.0.0.1", server[1], timeout=30)
+    with contextlib.closing(connection):
+        connection.request("POST", path, json.dumps(sent), {"Content-Type": "application/json"})
+        answer = connection.getresponse()
+        assert answer.status == status and answer.read()
+    wait_until(lambda: not kept.held)
+    assert counts == [1]
+
+
 # ---- turns of a conversation -------------------------------------------------------------------------------
 
 
@@ -301,7 +407,7 @@ class CountingEyes:
 
     limits, n = Limits(), 0
 
-    def read(self, data, field, max_tokens=None, timeout=None):
+    def read(self, data, field, max_tokens=None, patience=None):
         self.n += 1
         return Measured(len(data))
 

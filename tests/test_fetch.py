@@ -9,13 +9,15 @@ import time
 
 import pytest
 import trustme
+from werkzeug.exceptions import TooManyRequests
 
 from api import fetch, pictures
-from api.fetch import Fetcher, is_public
+from api.fetch import Fetcher, connect_outside, is_public
 from api.pictures import Pictures, Sent
 from engine.images import Reader
-from engine.request import RequestError
-from tests.clients import CHAT, app_of
+from engine.patience import ENDLESS, Patience
+from engine.request import DeadlineExceeded, RequestError
+from tests.clients import CHAT, app_of, wait_until
 from tests.pictures import file_of, scene
 from tests.scripted import ScriptedEngine
 
@@ -93,8 +95,9 @@ def web(server):
     return make
 
 
-def got(fetcher, url, seconds=9.0):
-    return fetcher(url, "images[0]", seconds)
+def got(fetcher, url, seconds=9.0, patience=ENDLESS):
+    with fetcher(url, "images[0]", seconds, patience) as data:
+        return data
 
 
 @pytest.mark.parametrize("url, host", [
@@ -147,16 +150,33 @@ def test_the_loopback_by_all_of_its_names(host, server):
     assert not server.asked
 
 
+def test_a_public_address_of_this_machine(server):
+    """It passes the list, and leads to what no firewall keeps from this machine."""
+    server.asked = []
+    get = Fetcher(lambda host, port, type: [(socket.AF_INET, type, 6, "", (PUBLIC, port))],
+                  lambda address, timeout: connect_outside(("127.0.0.1", server.server_port), timeout))
+    with pytest.raises(RequestError, match="not a public one"):
+        got(get, "http://a.example/picture")
+    assert not server.asked
+
+
 @pytest.mark.parametrize("address", [
-    "127.0.0.1", "127.9.9.9", "0.0.0.0", "10.1.2.3", "172.16.0.1", "192.168.1.1", "169.254.169.254", "100.64.0.1",
-    "198.18.0.1", "224.0.0.1", "239.255.255.255", "255.255.255.255", "240.0.0.1", "192.0.2.1", "::1", "::", "fe80::1",
-    "fe80::1%lo", "fc00::1", "fd12::1", "fec0::1", "ff02::1", "::ffff:127.0.0.1", "::ffff:8.8.8.8", "::7f00:1",
-    "64:ff9b::7f00:1", "64:ff9b:1::1", "2002:7f00:1::1", "2001::1", "2001:db8::1", "nonsense", ""])
+    "127.0.0.1", "127.9.9.9", "0.0.0.0", "10.1.2.3", "172.16.0.1", "172.31.255.255", "192.168.1.1", "169.254.169.254",
+    "100.64.0.1", "100.100.100.200", "168.63.129.16", "192.0.0.0", "192.0.0.9", "192.0.0.192", "192.0.2.1",
+    "192.31.196.1", "192.52.193.1", "192.88.99.0", "192.88.99.255", "192.175.48.6", "198.18.0.1", "198.19.255.255",
+    "198.51.100.1", "203.0.113.1", "224.0.0.1", "239.255.255.255", "240.0.0.1", "255.255.255.255", "::1", "::",
+    "fe80::1", "fe80::1%lo", "fc00::1", "fd12::1", "fd00:ec2::254", "fec0::1", "ff02::1", "::ffff:127.0.0.1",
+    "::ffff:8.8.8.8", "::ffff:a9fe:a9fe", "::7f00:1", "64:ff9b::7f00:1", "64:ff9b::8.8.8.8", "64:ff9b:1::a9fe:a9fe",
+    "2002:7f00:1::1", "2002:a9fe:a9fe::", "2001::1", "2001:1::1", "2001:2::1", "2001:10::1", "2001:20::1",
+    "2001:1ff:ffff::1", "2001:db8::1", "3fff::1", "2620:4f:8000::1", "100::1", "5f00::1", "4000::1", "nonsense", ""])
 def test_addresses_that_are_not_public(address):
     assert not is_public(address)
 
 
-@pytest.mark.parametrize("address", [PUBLIC, "1.1.1.1", "8.8.8.8", "2606:4700:4700::1111", "2a00:1450:4001::200e"])
+@pytest.mark.parametrize("address", [
+    PUBLIC, "1.1.1.1", "8.8.8.8", "9.255.255.255", "11.0.0.0", "168.63.129.15", "172.15.255.255", "172.32.0.0",
+    "192.0.1.0", "192.88.98.255", "192.88.100.0", "198.17.255.255", "198.20.0.0", "223.255.255.255",
+    "2001:200::1", "2003::1", "2606:4700:4700::1111", "2a00:1450:4001::200e", "3ffe:ffff::1"])
 def test_public_addresses(address):
     assert is_public(address)
 
@@ -182,14 +202,81 @@ def test_whoever_dawdles_is_left(web):
     never.set()
 
 
+def fetching():
+    """Threads that fetch."""
+    return sum(thread.name == "picture of the web" for thread in threading.enumerate())
+
+
+def test_whoever_hangs_up_is_no_longer_waited_for(web):
+    get, _ = web(a=[PUBLIC])
+    left, started = threading.Event(), time.monotonic()
+    threading.Timer(0.2, left.set).start()
+    with pytest.raises(DeadlineExceeded, match="^the client has hung up$"):
+        got(get, "http://a.example/slow", patience=Patience(60, left.is_set))
+    wait_until(lambda: not fetching(), 2)
+    assert time.monotonic() - started < 3
+
+
+def test_names_that_are_never_found_take_no_more_threads_than_places(web, monkeypatch):
+    """All requests of a full server ask for such a name. Those that get no place hear so; later ones get one."""
+    monkeypatch.setattr(fetch, "AT_ONCE", 4)
+    _, names = web(a=[PUBLIC])
+    never, said, most = threading.Event(), [], []
+    get = Fetcher(lambda *given, **type: never.wait() and names.resolve(*given, **type), names.connect)
+
+    def ask():
+        try:
+            got(get, "http://a.example/picture", 0.3)
+        except Exception as error:
+            said.append(error)
+
+    for _ in range(2):                                  # those of the first round hang when the second one comes
+        asking = [threading.Thread(target=ask) for _ in range(20)]
+        for thread in asking:
+            thread.start()
+        while any(thread.is_alive() for thread in asking):
+            most.append(fetching())
+            time.sleep(0.02)
+    refused = [error for error in said if isinstance(error, TooManyRequests)]
+    assert max(most) == 4 and len(refused) == 36 and len(said) == 40
+    assert refused[0].description == "too many pictures of the web: 4 are being fetched already"
+    never.set()
+    wait_until(lambda: not fetching())
+    assert got(get, "http://a.example/picture") == PICTURE
+
+
+def test_a_file_keeps_its_place_until_it_is_read(web, monkeypatch):
+    """So files in memory are bounded, too, and not only those on their way."""
+    monkeypatch.setattr(fetch, "AT_ONCE", 1)
+    get, _ = web(a=[PUBLIC])
+    with get("http://a.example/picture", "images[0]", 9.0) as data:
+        assert data == PICTURE
+        with pytest.raises(TooManyRequests):
+            got(get, "http://a.example/picture", 0.2)
+    assert got(get, "http://a.example/picture") == PICTURE
+
+
+def test_a_connection_that_comes_after_its_job_was_given_up(web):
+    """There was no socket to end then. It must not be waited for: the other side could dawdle as long as it likes."""
+    get, names = web(a=[PUBLIC])
+    slow, connect = threading.Event(), get.connect
+    get.connect = lambda *given: (slow.wait(), connect(*given))[1]
+    with pytest.raises(RequestError, match="may take 10 s together"):
+        got(get, "http://a.example/slow", 0.2)
+    slow.set()
+    wait_until(lambda: not fetching(), 2)
+    assert names.connected
+
+
 def test_all_pictures_of_a_request_have_one_time(web, monkeypatch):
     monkeypatch.setattr(pictures, "SECONDS", 0.2)
     left = []
 
-    def fetcher(url, field, seconds):
+    @contextlib.contextmanager
+    def fetcher(url, field, seconds, patience):
         left.append(seconds)
         time.sleep(0.15)
-        return PICTURE
+        yield PICTURE
 
     with contextlib.closing(Reader()) as eyes:
         Pictures(fetcher).read(eyes, [Sent("http://a.example/picture", "images", is_url=True) for _ in range(3)])

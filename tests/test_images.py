@@ -11,7 +11,8 @@ import pytest
 from PIL import Image
 
 from engine import images
-from engine.images import LARGEST, Limits, Picture, Reader, expand
+from engine.images import LARGEST, Limits, Picture, Reader, prompt_fields
+from engine.patience import Patience
 from engine.picture_files import BLOCK, MOST_NARROW, PIXELS, PictureError, stretched_size
 from engine.request import DeadlineExceeded, EngineStopped, RequestError
 from tests.oracle import oracle_json, oracle_npz
@@ -248,6 +249,8 @@ def test_limits_of_a_request():
         limits.check([large] * 4 + [small], "x")
     with pytest.raises(RequestError, match="^messages: a request may have 64 pictures"):
         limits.check([small] * 65)
+    with pytest.raises(RequestError, match="^messages: a picture may have 4,096 tokens, and one has 4,160"):
+        limits.check([small, blank(65, 64)])
 
 
 # ---- what strangers send -----------------------------------------------------------------------------------
@@ -328,8 +331,24 @@ def test_the_largest_picture_is_within_the_limits(reader):
 def test_a_picture_that_nobody_waits_for(reader):
     large = file_of(Image.new("RGB", (7000, 7000)), "PNG")
     with pytest.raises(DeadlineExceeded, match="not finished after the 0.05 s"):
-        reader.read(large, "image", timeout=0.05)
-    assert reader.read(PICTURE, "image", timeout=60).n_tokens == 6
+        reader.read(large, "image", patience=Patience(0.05))
+    assert reader.read(PICTURE, "image", patience=Patience(60)).n_tokens == 6
+
+
+def test_a_picture_whose_sender_has_left(reader):
+    """Its process ends, and those who wait for it get another one. Whoever leaves while waiting ends nothing."""
+    large, left = file_of(Image.new("RGB", (7000, 7000)), "PNG"), threading.Event()
+    reader.read(PICTURE, "image")
+    before, started = processes(reader), time.monotonic()
+    threading.Timer(0.2, left.set).start()
+    with pytest.raises(DeadlineExceeded, match="^the client has hung up$"):
+        reader.read(large, "image", patience=Patience(60, left.is_set))
+    assert processes(reader) != before
+    assert reader.read(PICTURE, "image").n_tokens == 6 and time.monotonic() - started < 20
+    alive = processes(reader)
+    with pytest.raises(DeadlineExceeded, match="^the client has hung up$"):
+        reader.read(PICTURE, "image", patience=Patience(gone=lambda: True))
+    assert processes(reader) == alive and reader.read(PICTURE, "image").n_tokens == 6
 
 
 def test_a_reader_that_is_closed_meanwhile(reader):
@@ -470,9 +489,10 @@ def test_a_picture_is_known_by_what_it_shows(reader):
 
 
 def test_each_picture_has_as_many_pads_as_tokens():
-    one, other = blank(3, 2), blank(1, 1)
-    assert expand([], [], 7) == [] and expand([1, 2], [], 7) == [1, 2]
-    assert expand([1, 7, 2, 7, 7], [one, other, one], 7) == [1, *[7] * 6, 2, 7, *[7] * 6]
-    for ids, pictures in ([1, 2], [one]), ([7, 7], [one]), ([7], []):
-        with pytest.raises(RequestError, match=f"places for {ids.count(7)} pictures, and there are {len(pictures)}"):
-            expand(ids, pictures, 7)
+    one, other, eyes = blank(3, 2), blank(1, 1), Reader(pad=7)
+    assert prompt_fields([1, 7, 2], [], None) == {"prompt_ids": [1, 7, 2]}
+    fields = prompt_fields([1, 7, 2, 7, 7], [one, other, one], eyes)
+    assert fields == {"prompt_ids": [1, *[7] * 6, 2, 7, *[7] * 6], "pictures": (one, other, one)}
+    for ids, pictures in ([1, 2], [one]), ([7, 7], [one]), ([7], [one, other]):
+        with pytest.raises(RequestError, match=f"places for {ids.count(7)}, and {len(pictures)} were sent"):
+            prompt_fields(ids, pictures, eyes)

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from engine.sandbox import Failed, LimitExceeded, Sandbox
+from engine.patience import Patience
+from engine.sandbox import Failed, LimitExceeded, OutOfPatience, Sandbox
 from tests.clients import wait_until
 
 NASTY = """
@@ -126,8 +127,8 @@ def test_closing_ends_all_calls(sandbox):
 
 def test_calls_take_turns_and_none_waits_for_ever(sandbox):
     assert sandbox.call("add", 1, 1, seconds=20) == 2
-    with sandbox._lock, pytest.raises(LimitExceeded, match="has waited for others for 0.1 s"):
-        sandbox.call("add", 1, 1, seconds=20, patience=0.1)
+    with sandbox._lock, pytest.raises(OutOfPatience, match="has waited for others"):
+        sandbox.call("add", 1, 1, seconds=20, patience=Patience(0.1))
     sums = []
     threads = [threading.Thread(target=lambda n=n: sums.append(sandbox.call("add", n, n, seconds=20)))
                for n in range(20)]

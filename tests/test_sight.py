@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import qengine
-from engine.images import Limits, Picture, expand
+from engine.images import Limits, Picture, Reader, prompt_fields
 from engine.request import RequestError
 from engine.sight import FIRST_KEY, Eyes, Gallery, PromptPictures, limits_for
 from kernels.emulated.card import EmulatedCard
@@ -22,7 +22,7 @@ def picture(rows, columns, seed=0):
 
 def test_places_keys_and_positions():
     first, second = picture(2, 3), picture(1, 1, 1)
-    ids = expand([1, 2, PAD, 3, PAD, 4, 5], [first, second], PAD)
+    ids = prompt_fields([1, 2, PAD, 3, PAD, 4, 5], [first, second], Reader(pad=PAD))["prompt_ids"]
     pictures = PromptPictures(ids, [first, second], PAD)
     assert pictures.starts == [2, 9]
     np.testing.assert_array_equal(pictures.rope, [[0, 1, 2, 2, 2, 2, 2, 2, 5, 6, 7, 8],

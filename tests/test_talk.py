@@ -9,9 +9,9 @@ import pytest
 from PIL import Image
 
 import qengine
-from engine.images import PAD, Limits, Reader
+from engine.images import PAD, Limits, Reader, prompt_fields
 from engine.request import RequestError
-from engine.talk import chat, pictures_in, prompt_fields, shown
+from engine.talk import chat, pictures_in, shown
 from tests.pictures import exif, file_of, made_up_eyes, scene
 from tests.test_cli import GREEDY, run
 from tests.tiny import CONTEXT, MODEL, tiny_engine
@@ -77,16 +77,17 @@ def test_what_is_no_picture(eyes, part, said):
 
 def test_messages_that_hold_no_pictures_are_left_to_the_template(eyes):
     messages = [{"role": "user", "content": None}, {"role": "user", "content": [{"type": "text", "text": "a"}]}, "no"]
-    assert shown(messages, None) == messages and prompt_fields([1, 2], messages[:2], None) == {"prompt_ids": [1, 2]}
+    assert shown(messages, None) == messages and pictures_in(messages[:2]) == []
+    assert prompt_fields([1, 2], [], None) == {"prompt_ids": [1, 2]}
 
 
 def test_a_template_that_shows_no_pictures(files, eyes):
     messages = shown([{"role": "user", "content": [files / "cat.png"]}], eyes)
-    with pytest.raises(RequestError, match="has places for 0 pictures, and there are 1"):
-        prompt_fields([1, 2, 3], messages, eyes)
+    with pytest.raises(RequestError, match="has places for 0, and 1 were sent"):
+        prompt_fields([1, 2, 3], pictures_in(messages), eyes)
     many = shown([{"role": "user", "content": [files / "cat.png"] * 65}], eyes)
     with pytest.raises(RequestError, match="a request may have 64 pictures"):
-        prompt_fields([1, *[eyes.pad] * 65, 3], many, eyes)
+        prompt_fields([1, *[eyes.pad] * 65, 3], pictures_in(many), eyes)
 
 
 # ---- in notebooks ------------------------------------------------------------------------------------------
