@@ -68,9 +68,8 @@ from engine.draft_block import PIECE, DraftBlock
 from engine.edge import Edge
 from engine.experts import ExpertsMLP
 from engine.gguf import GGUF, SUPPORTED_TYPES
-from engine.hub import local_eyes, local_path
+from engine.hub import local_path
 from engine.hyperparameters import read_hyperparameters, synthetic_hyperparameters
-from engine.images import PAD
 from engine.micro_batches import MicroBatch, PassInParts, Span
 from engine.packing import CLASSIFIER, Packed, Pooling, for_pooling, most_spans
 from engine.pipes import PipeMeter
@@ -86,7 +85,7 @@ from engine.rounds import Rounds
 from engine.scratch import Activation, Scratch, ScratchArray
 from engine.sampler import BUFFERS, FIRST_TOKENS, Sampler, Tokens
 from engine.sequence import Sequence
-from engine.sight import NAN_PICTURES, PromptPictures, Seen, open_eyes, pictures_of
+from engine.sight import Gallery, PromptPictures, Seen, eyes_file, open_eyes, pictures_of
 from engine.speculate import Pace
 from engine.template import SYNTHETIC_TEMPLATE, ChatTemplate
 from engine.text_engine import TextEngine, TextOnly
@@ -1008,7 +1007,7 @@ class Stage:
                                                     self.model.row_bytes() + 2 * hop_bytes(config.hidden_dim, hops))
         self.chunk = min(chunk, pages_for(demand.n_ctx) * PAGE_TOKENS)
         self.max_rows = max(self.chunk, self.step_rows, HEAD_ROWS)
-        self.gallery = self.sight and self.sight.allocate(card, self.chunk)
+        self.gallery = self.sight.allocate(card, self.chunk) if self.sight else Gallery(0, 0)
         self.model.allocate(self.max_rows, self.step_rows)
         self.sampler = None
         if self.model.head:
@@ -1546,10 +1545,14 @@ class Pipeline:
 
     def show(self, pictures: PromptPictures, start: int, end: int) -> Seen | None:
         """Queue the encoding of what a pass over these tokens of a prompt shows. What `prefill` must know of it."""
-        placed = pictures and self.gallery.place([view.picture for view in pictures.views(start, end)])
-        if placed:
+        if placed := pictures.place(start, end, self.gallery):
             self.encode(placed)
         return pictures.seen(start, end, self.gallery)
+
+    def blame(self, pictures: PromptPictures, placed) -> RequestError | None:
+        """What a request with a NaN ends with, see `Sight.blame`. placed: what is not encoded to its end."""
+        first = self.stages[0]
+        return first.worker.ask(first.sight.blame, pictures, self.gallery, placed).result()
 
     def encoding_seconds(self, placed) -> list[float]:
         """About how long each piece of an encoding takes; of several cards, all of it."""
@@ -1842,7 +1845,7 @@ class Scheduler(Rounds):
             limit = self.turns.most_rows(limit, lambda rows: sum(self.pipeline.piece_seconds(rows, start)))
         sequence.last_pass = self.pipeline.pass_rows(start, sequence.n_prompt, limit, sequence.last_pass)
         end = start + sequence.last_pass
-        if sequence.pictures and (placed := self._place(sequence.pictures, start, end)):
+        if sequence.pictures and (placed := sequence.pictures.place(start, end, self.pipeline.gallery, self._ahead())):
             return Progress(sequence, start, start, [], self.pipeline.encoding_seconds(placed), placed)
         self._reserve(sequence, end)
         marks = [at for at in sequence.marks if start < at <= end]
@@ -1850,11 +1853,10 @@ class Scheduler(Rounds):
         return Progress(sequence, start, end, list(zip(marks[len(marks) - len(numbers):], numbers)),
                         self.pipeline.piece_seconds(end - start, start))
 
-    def _place(self, pictures: PromptPictures, start: int, end: int) -> list:
-        """What must be encoded before a pass over these tokens of a prompt, and pictures of other prompts with it."""
-        ahead = [picture for s in self.running if s.in_prompt and s.pictures
-                 for picture in s.pictures.after(s.n_prompt - self.cache.tokens_left(s))]
-        return self.pipeline.gallery.place([view.picture for view in pictures.views(start, end)], ahead)
+    def _ahead(self) -> list:
+        """The pictures that running prompts are still going to show."""
+        return [picture for s in self.running if s.in_prompt and s.pictures
+                for picture in s.pictures.after(s.n_prompt - self.cache.tokens_left(s))]
 
     def _queue_part(self, n_pieces: int):
         """Queue the next pieces of the pass in progress."""
@@ -2038,8 +2040,9 @@ class Scheduler(Rounds):
         count = outcome[advance.COUNT]
         if count < 0:
             expert_store.check(self.pipeline.stages)
-            if sequence.pictures:           # its own rows alone hold one
-                return self._finish(sequence, RequestError("pictures", NAN_PICTURES))
+            placed = self.progress.placed if self.progress else ()
+            if sequence.pictures and (error := self.pipeline.blame(sequence.pictures, placed)):
+                return self._finish(sequence, error)        # its own rows alone hold the NaN
             raise CardError(NAN_LOGITS)
         n_checked = sequence.land(outcome, len(rows), self.n_ctx)
         self.pace.land(sequence.generation.drafts, n_checked, count - 1, len(sequence.drafts))
@@ -2224,9 +2227,10 @@ class Engine(TextOnly, TextEngine):
         return self.scheduler.stats()
 
     def clear_cache(self):
-        """Forget all prompts and answers but those that run. Raises EngineStopped."""
+        """Forget all prompts, pictures and answers but those that run. Raises EngineStopped."""
         with self.scheduler.between_steps():
             self.scheduler.cache.clear()
+            self.pipeline.gallery.clear()
 
     def use(self, gemv=None, gemm=None):
         """Use functions of yours for the products of Q8_0 matrices. Without arguments the engine uses its own again.
@@ -2241,6 +2245,7 @@ class Engine(TextOnly, TextEngine):
             self.pipeline.use(gemv, gemm)
             self.pipeline.load_kernels(progress=False)
             self.scheduler.cache.clear()            # what is kept was computed by other kernels
+            self.pipeline.gallery.clear()
 
     def close(self, grace: float = 0.0):
         """Close the engine. New requests are refused, and running ones get `grace` seconds to finish."""
@@ -2272,14 +2277,9 @@ class OpenModel:
     def demand(self, ctx: int | None = None, draft: int | str = "auto", mmproj: str | Path | None = None,
                image_tokens: tuple[int, int] | None = None, **wishes) -> Demand:
         """What the arguments of `load` ask for. Raises RequestError, ModelError."""
-        eyes = open_eyes(self.eyes_file(mmproj), image_tokens, self, self.n_ctx(ctx))
+        eyes = open_eyes(eyes_file(mmproj, self, note), image_tokens, self, self.n_ctx(ctx))
         demand = Demand(self.n_ctx(ctx), drafts=most_drafts(draft), eyes=eyes, **wishes)
         return for_pooling(demand) if self.config.pooling else demand
-
-    def eyes_file(self, mmproj: str | Path | None) -> str | Path | None:
-        """The file with the model's eyes for the argument of `load`; None for none. Raises ModelError."""
-        sees = self.kind == "text" and PAD in self.tokenizer.control
-        return local_eyes(mmproj, self.source, note) if sees or mmproj else None
 
     def n_ctx(self, ctx: int | None) -> int:
         """Tokens of a slot: `ctx` if given, else DEFAULT_CTX, or the model's own context length if that is less."""

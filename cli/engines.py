@@ -8,6 +8,7 @@ from pathlib import Path
 import qengine
 from engine.pooling import PoolingEngine
 from engine.request import RequestError
+from engine.sight import eyes_file
 from engine.text_engine import wrong_kind
 from kernels.trace import LEFT_OUT, tracing
 
@@ -58,7 +59,7 @@ def check_eyes(options, model: "qengine.OpenModel"):
     """Raises RequestError where the command line has something for a model's eyes, and the model has none; ModelError
     where the file with them cannot be had."""
     wish = "--image" if options.image else "--image-tokens" if options.image_tokens else None
-    if wish and model.eyes_file(options.mmproj) is None:
+    if wish and eyes_file(options.mmproj, model, qengine.note) is None:
         raise RequestError(wish, f"{wish} is for models with eyes, and {model.name} has none: --mmproj names the file "
                                  "with them, if there is one for this model")
 

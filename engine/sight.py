@@ -24,13 +24,16 @@ from typing import NamedTuple
 
 import numpy as np
 
+from engine.hub import local_eyes
 from engine.images import PAD, Limits, Picture, Reader
 from engine.request import ModelError, RequestError
 from engine.vision import open_tower
+from kernels.finite import find_nonfinite
 
 FIRST_KEY = 1 << 32         # keys of pictures' tokens are above all ids
 KEYS = 1 << 16              # of a picture; more than it has tokens
-NAN_PICTURES = "a picture of the request makes values that the model's tower or layers cannot hold"
+NAN_ROWS = "the rows that the vision tower makes of a picture of the request hold infinity or NaN"
+NAN_UNKNOWN = "the request makes a NaN, and the rows of its pictures are no longer there to tell whether they hold one"
 BLIND = "the model has no eyes: it was loaded without an mmproj file"
 
 
@@ -106,6 +109,10 @@ class PromptPictures:
                 found.append(View(picture, first - start, first - at, last - first))
         return found
 
+    def place(self, start: int, end: int, gallery: "Gallery", ahead=()) -> list[tuple[Picture, int]]:
+        """What is to be encoded before a pass over the tokens start .. end - 1, see `Gallery.place`."""
+        return gallery.place([view.picture for view in self.views(start, end)], ahead)
+
     def seen(self, start: int, end: int, gallery: "Gallery") -> Seen | None:
         """What the cards must know of a pass over the tokens start .. end - 1; None without pictures."""
         if not self:
@@ -148,7 +155,7 @@ class Gallery:
         placed, left = [], self.most - sum(picture.n_tokens for picture in missing)
         for picture in missing:
             if not self._keep(picture, needed, placed):
-                self.kept.clear()               # rows lie in pieces between those of `now`: all of it anew
+                self.clear()                    # rows lie in pieces between those of `now`: all of it anew
                 return self.place(now, ahead)
         for picture in ahead:
             if picture.digest not in self.kept and picture.n_tokens <= left:
@@ -160,6 +167,10 @@ class Gallery:
         """What `place` has returned is not encoded, or not to its end."""
         for picture, _ in placed:
             del self.kept[picture.digest]
+
+    def clear(self):
+        """No rows are there any more."""
+        self.kept.clear()
 
     def _keep(self, picture: Picture, needed: dict, placed: list) -> bool:
         """Finds rows for a picture. Others make room, but for those that are needed."""
@@ -204,8 +215,9 @@ class Sight:
     def allocate(self, card, chunk: int) -> Gallery:
         """Takes memory for the rows that a pass of `chunk` tokens may show: a picture may begin before the pass, and
         another one end behind it. Returns their account."""
-        n_rows = chunk + 2 * self.max_tokens
+        n_rows, self.card = chunk + 2 * self.max_tokens, card
         self.rows = card.alloc((n_rows, self.hidden_dim), np.float32, "rows of pictures")
+        self.bad = card.zeros(1, np.uint32, "whether a picture's rows are not finite")
         return Gallery(n_rows, self.max_tokens)
 
     def launch(self, placed: list[tuple[Picture, int]]):
@@ -220,6 +232,18 @@ class Sight:
     def seconds(self, placed: list[tuple[Picture, int]], speed) -> list[float]:
         """About how long each of these pieces takes on a card of this Speed (kernels/probe.py)."""
         return self.tower.seconds([picture for picture, _ in placed], speed)
+
+    def blame(self, pictures: PromptPictures, gallery: Gallery, placed) -> RequestError | None:
+        """What a request ends with whose logits hold a NaN; None where its pictures are not at fault, since all of
+        their rows are finite. placed: what `Gallery.place` has returned and is not encoded yet."""
+        digests = {picture.digest for picture in pictures.pictures}
+        known = digests & gallery.kept.keys() - {picture.digest for picture, _ in placed}
+        self.card.copy_in(self.bad, np.zeros(1, np.uint32))
+        for first, n in map(gallery.kept.get, known):
+            find_nonfinite(self.card, self.rows[first:first + n], self.bad)
+        if self.card.download(self.bad)[0]:
+            return RequestError("pictures", NAN_ROWS)
+        return None if known == digests else RequestError("pictures", NAN_UNKNOWN)
 
     def shown(self, copies: list, start: int, n: int) -> tuple:
         """(row, its Array) of what takes the place of embeddings in the rows start .. start + n - 1 of a pass, which
@@ -238,6 +262,13 @@ def limits_for(image_tokens: tuple[int, int] | None, n_ctx: int) -> Limits:
     limits = Limits.of(image_tokens)
     most = limits.max_tokens if image_tokens else max(min(limits.max_tokens, n_ctx // 2), limits.min_tokens)
     return limits._replace(max_tokens=most, most_tokens=min(limits.most_tokens, max(n_ctx, most)))
+
+
+def eyes_file(mmproj, opened, note):
+    """The file with the eyes of a model for the argument of `load`; None for none. opened: has kind, tokenizer and
+    source. note: as `local_eyes` takes it. Raises ModelError."""
+    sees = opened.kind == "text" and PAD in opened.tokenizer.control
+    return local_eyes(mmproj, opened.source, note) if sees or mmproj else None
 
 
 def open_eyes(mmproj, image_tokens: tuple[int, int] | None, opened, n_ctx: int) -> Eyes | None:

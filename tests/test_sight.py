@@ -5,8 +5,8 @@ import pytest
 
 import qengine
 from engine.images import Limits, Picture, Reader, prompt_fields
-from engine.request import RequestError
-from engine.sight import FIRST_KEY, Eyes, Gallery, PromptPictures, limits_for
+from engine.request import EngineStopped, RequestError
+from engine.sight import FIRST_KEY, NAN_ROWS, NAN_UNKNOWN, Eyes, Gallery, PromptPictures, limits_for, pictures_of
 from kernels.emulated.card import EmulatedCard
 from tests.models import load_tiny
 from tests.oracle import oracle_json, oracle_npz, oracle_path
@@ -41,6 +41,14 @@ def test_places_keys_and_positions():
 def test_prompts_without_the_tokens_of_a_picture(ids, said):
     with pytest.raises(RequestError, match=said):
         PromptPictures(ids, [picture(2, 3)], PAD)
+
+
+def test_a_picture_that_has_more_tokens_than_the_tower_takes():
+    """Whoever makes pictures without the engine's reader is told so, before cards are asked."""
+    eyes, large = Reader(Limits(1, 16), PAD), picture(1, 17)
+    assert len(pictures_of([*[PAD] * 16, 1], [picture(4, 4)], eyes).starts) == 1
+    with pytest.raises(RequestError, match="^pictures: a picture may have 16 tokens, and one has 17"):
+        pictures_of([*[PAD] * 17, 1], [large], eyes)
 
 
 def test_positions_of_the_reference():
@@ -265,16 +273,74 @@ def test_what_is_refused(seeing, golden):
             engine.submit(qengine.Request(ids, pictures=tuple(pictures)))
 
 
-def test_a_picture_with_a_nan_ends_its_own_request_alone(seeing, golden):
+def bad_picture(golden, tower, value=np.nan):
+    """A picture like that of the first case, whose rows hold such a value."""
+    bad, rows = picture(golden[0].picture.rows, golden[0].picture.columns, 77), golden[0].rows.copy()
+    rows[-1, -1] = value
+    tower.rows[bad.digest] = rows
+    return bad
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_a_picture_with_a_nan_ends_its_own_request_alone(value, seeing, golden):
     engine, tower = seeing
-    case, bad = golden[0], picture(golden[0].picture.rows, golden[0].picture.columns, 77)
-    tower.rows[bad.digest] = np.full_like(case.rows, np.nan)
+    case, bad = golden[0], bad_picture(golden, tower, value)
     want = tokens_of(engine, case.ids, [case.picture])
     for _ in range(2):
         running = engine.submit(qengine.Request(case.ids, max_tokens=32, pictures=(case.picture,), ignore_eos=True))
-        with pytest.raises(RequestError, match="a picture of the request"):
+        with pytest.raises(RequestError, match=f"^{NAN_ROWS}$"):
             tokens_of(engine, case.ids, [bad])
         assert [delta.token_id for delta in running] == want
+
+
+def test_a_nan_behind_a_picture_whose_rows_are_gone(seeing, golden):
+    """Its pages are kept, so it is not encoded again: nobody can tell, and the request alone ends."""
+    engine, tower = seeing
+    case, bad = golden[0], bad_picture(golden, tower)
+    ids = case.ids + [55] * 130
+    with pytest.raises(RequestError, match=f"^{NAN_ROWS}$"):
+        tokens_of(engine, ids, [bad])
+    n_encoded = len(tower.encoded)
+    engine.pipeline.gallery.clear()
+    with pytest.raises(RequestError, match=f"^{NAN_UNKNOWN}$"):
+        tokens_of(engine, ids, [bad])
+    assert len(tower.encoded) == n_encoded
+    assert len(tokens_of(engine, case.ids, [case.picture], 4)) == 4
+
+
+def test_a_nan_that_no_picture_has_made_is_told_as_without_pictures(seeing, golden):
+    """The rows of the request's picture are finite. The layers are wrong, or a card, and that concerns all."""
+    engine, _ = seeing
+    engine.cards[0].poison(engine.pipeline.last.model.head_norm)
+    with pytest.raises(EngineStopped, match="the engine has stopped: the logits hold a NaN"):
+        tokens_of(engine, golden[0].ids, [golden[0].picture])
+
+
+def test_rows_that_are_not_written_say_nothing(seeing, golden):
+    """Another prompt has just got rows for them: what lies there now is of other pictures."""
+    engine, tower = seeing
+    bad, pipeline = bad_picture(golden, tower), engine.pipeline
+    ids = prompt_fields([1, engine.eyes.pad, 2], [bad], engine.eyes)["prompt_ids"]
+    with engine.scheduler.between_steps():
+        pictures = PromptPictures(ids, [bad], engine.eyes.pad)
+        placed = pictures.place(0, len(ids), pipeline.gallery)
+        assert str(pipeline.blame(pictures, placed)) == NAN_UNKNOWN
+        pipeline.encode(placed).result()
+        assert str(pipeline.blame(pictures, ())) == NAN_ROWS
+        fine = PromptPictures(golden[0].ids, [golden[0].picture], engine.eyes.pad)
+        pipeline.encode(fine.place(0, len(golden[0].ids), pipeline.gallery)).result()
+        assert pipeline.blame(fine, ()) is None
+
+
+@pytest.mark.parametrize("forget", [lambda engine: engine.use(), lambda engine: engine.clear_cache()],
+                         ids=["use", "clear_cache"])
+def test_rows_are_forgotten_with_what_was_computed_from_them(forget, seeing, golden):
+    engine, tower = seeing
+    case = golden[0]
+    want = tokens_of(engine, case.ids, [case.picture])
+    tower.encoded.clear()
+    forget(engine)
+    assert tokens_of(engine, case.ids, [case.picture]) == want and tower.encoded == [case.picture]
 
 
 def test_a_model_without_eyes(card):
