@@ -75,9 +75,12 @@ class VisionConfig:
             array = gguf.get_array(f"clip.vision.{key}", "f", np.full(3, 0.5))
             if array.shape != (3,) or (array != 0.5).any():
                 fail(f"key 'clip.vision.{key}' is not 0.5 for each colour")
-        if np.any(gguf.get_array("clip.vision.is_deepstack_layers", "b", np.zeros(0, bool))):
+        deep = gguf.get_array("clip.vision.is_deepstack_layers", "biu", np.zeros(0, bool))
+        if deep.any() or any(name.startswith("v.deepstack.") for name in gguf.tensors):
             fail("the vision tower feeds several layers of the text model (deepstack), which cannot be run")
-        if not said("use_gelu", bool, True):
+        if said("vision.n_wa_pattern", int, 0) or np.size(gguf.metadata.get("clip.vision.wa_layer_indexes", ())):
+            fail("the vision tower looks at windows of a picture, which cannot be run")
+        if said("use_silu", bool, False) or not said("use_gelu", bool, True):
             fail("the vision tower has another activation than GELU")
 
         def size(name):
@@ -103,7 +106,11 @@ class VisionConfig:
              f"the vision tower has MLPs of {self.ffn_dim} and rows of {self.hidden_dim} numbers, which must be "
              "multiples of 8 and of 4")
         need(0 < self.norm_eps < 1, f"key 'clip.vision.attention.layer_norm_epsilon' is {self.norm_eps}")
-        for name, shape in self.shapes().items():
+        shapes = self.shapes()
+        for name in gguf.tensors:           # one that is left out would change what the tower computes
+            need(name in shapes or not name.startswith(("v.", "mm.")) or name.startswith("mm.a."),      # a: of sound
+                 f"the vision tower has a tensor '{name[:80]}', which cannot be run")
+        for name, shape in shapes.items():
             need(name in gguf.tensors, f"tensor '{name}' of the vision tower is missing")
             tensor = gguf.tensors[name]
             need(tensor.shape == shape, f"tensor '{name}' has the shape {list(tensor.shape)}, not {list(shape)}")

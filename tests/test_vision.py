@@ -17,7 +17,7 @@ from engine.vision import (TYPES, FileVisionWeights, OpenedTower, SyntheticVisio
 from kernels.card import PlannedCard
 from kernels.probe import Speed
 from tests.oracle import oracle_json, oracle_npz, oracle_path
-from tests.vision_files import SMALL, picture, picture_of, write_tower
+from tests.vision_files import EXPORTED, SMALL, picture, picture_of, write_tower
 from tests.vision_reference import tower_reference
 
 SPEED = Speed(dot=1e14, half2=1e14, read=1e12, link=1e9)
@@ -195,6 +195,33 @@ def with_values(name, function):
     return lambda each, values: function(values) if each == name else values
 
 
+def test_keys_and_tensors_that_mean_nothing_here_are_read_over(card, tmp_path):
+    """A file as other tools write it, with keys that are younger than this engine, and with ears beside the eyes."""
+    plain = write_tower(tmp_path / "plain.gguf")
+    other = write_tower(tmp_path / "other.gguf", keys=EXPORTED, more=["a.blk.0.attn_q.weight", "mm.a.fc.weight"])
+    assert len(EXPORTED) > 20 and GGUF(other).metadata.keys() >= EXPORTED.keys()
+    given = picture(2, 3)
+    np.testing.assert_array_equal(encoded(tower_of(card, other), given), encoded(tower_of(card, plain), given))
+
+
+def test_the_projector_may_be_named_under_vision_alone(tmp_path):
+    """As newer tools do, where a file has more than eyes."""
+    keys = {"clip.projector_type": None, "clip.vision.projector_type": "qwen3vl_merger"}
+    plain, other = (GGUF(write_tower(tmp_path / f"{name}.gguf", keys=each)) for name, each in (("a", {}), ("b", keys)))
+    assert VisionConfig.from_gguf(other) == VisionConfig.from_gguf(plain)
+
+
+@pytest.mark.parametrize("name, words", [
+    ("v.deepstack.8.fc1.weight", "deepstack"),
+    ("v.blk.0.ls1.weight", "has a tensor 'v.blk.0.ls1.weight', which cannot be run"),
+    ("v.pre_ln.weight", "has a tensor 'v.pre_ln.weight'"), ("mm.4.weight", "has a tensor 'mm.4.weight'"),
+    ("v.blk.2.ln1.weight", "has a tensor 'v.blk.2.ln1.weight'")])
+def test_tensors_that_would_change_what_is_computed_are_refused(tmp_path, name, words):
+    with pytest.raises(ModelError, match=words) as caught:
+        VisionConfig.from_gguf(GGUF(write_tower(tmp_path / "mmproj.gguf", more=[name])))
+    assert "\n" not in str(caught.value)
+
+
 @pytest.mark.parametrize("keys, change, words", [
     ({"general.architecture": "qwen35"}, None, "no vision tower"),
     ({"clip.has_vision_encoder": False}, None, "no vision tower"),
@@ -202,7 +229,9 @@ def with_values(name, function):
     ({"clip.vision.patch_size": 14}, None, "16 x 16 pixels"),
     ({"clip.vision.image_mean": [0.5, 0.4, 0.5]}, None, "image_mean"),
     ({"clip.vision.is_deepstack_layers": [False, True]}, None, "deepstack"),
-    ({"clip.use_gelu": False}, None, "activation"),
+    ({"clip.vision.is_deepstack_layers": [0, 1]}, None, "deepstack"),
+    ({"clip.vision.n_wa_pattern": 8}, None, "windows"), ({"clip.vision.wa_layer_indexes": [7, 15]}, None, "windows"),
+    ({"clip.use_gelu": False}, None, "activation"), ({"clip.use_silu": True}, None, "activation"),
     ({"clip.vision.block_count": 3}, None, "'v.blk.2.attn_qkv.weight' of the vision tower is missing"),
     ({"clip.vision.block_count": 0}, None, "is 0, not a sensible size"),
     ({"clip.vision.attention.head_count": 5}, None, "5 heads in 288"),

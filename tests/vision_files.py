@@ -36,12 +36,27 @@ def keys_of(config):
         "clip.vision.image_mean": [0.5] * 3, "clip.vision.image_std": [0.5] * 3}
 
 
-def write_tower(path, config=SMALL, kind="F16", keys=None, change=None):
+# Keys that llama.cpp's convert_hf_to_gguf.py and other tools write beside those above (gguf-py's constants.Keys lists
+# them), with values that change nothing for this tower: where the model comes from, how it was stored, what other engines
+# need. The last key is made up, for those that are still to come.
+EXPORTED = {
+    "general.type": "mmproj", "general.name": "Qwen3.5 9B", "general.basename": "Qwen3.5", "general.size_label": "9B",
+    "general.finetune": "Instruct", "general.license": "apache-2.0", "general.quantized_by": "somebody",
+    "general.base_model.count": 1, "general.base_model.0.name": "Qwen3.5 9B", "general.tags": ["image-text-to-text"],
+    "general.languages": ["en", "ko"], "general.file_type": 1, "general.quantization_version": 2,
+    "general.source.huggingface.repository": "Qwen/Qwen3.5-9B", "clip.has_audio_encoder": False,
+    "clip.has_llava_projector": False, "clip.use_silu": False, "clip.vision.projector_type": "qwen3vl_merger",
+    "clip.vision.n_wa_pattern": 0, "clip.vision.image_min_pixels": 65536, "clip.vision.image_max_pixels": 16777216,
+    "clip.vision.preproc_image_size": 768, "clip.vision.is_deepstack_layers": [False] * SMALL.n_blocks,
+    "clip.vision.something.new": 0.25}
+
+
+def write_tower(path, config=SMALL, kind="F16", keys=None, change=None, more=()):
     """Writes a file with a random tower.
 
     kind: the type of all matrices whose rows are whole blocks of it; of the others F16, and of vectors F32. keys:
     metadata that is changed, or left out where the value is None. change(name, values): the values that are stored, or
-    None for no such tensor."""
+    None for no such tensor. more: names of other tensors."""
     keys, weights = keys_of(config) | (keys or {}), SyntheticVisionWeights(config)
     writer = gguf.GGUFWriter(str(path), keys.pop("general.architecture"))
     for key, value in keys.items():
@@ -61,6 +76,8 @@ def write_tower(path, config=SMALL, kind="F16", keys=None, change=None):
         fits = kind not in FORMATS or values.shape[-1] % FORMATS[kind].file_block == 0
         raw, number = stored(kind if fits else "F16", values.reshape(-1, values.shape[-1]))
         writer.add_tensor(name, raw.reshape(*values.shape[:-1], -1), raw_dtype=number)
+    for name in more:
+        writer.add_tensor(name, np.ones(8, np.float32))
     for step in writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file, writer.close:
         step()
     return str(path)
