@@ -26,7 +26,7 @@ from .fetch import SECONDS, Fetcher
 
 READING = 60                # seconds that a request gets for reading its pictures, those of the web included
 MAX_KEPT = 128 << 20        # bytes of pixels that are kept; a picture of 4,096 tokens has 12.6 MB
-MAX_HELD = 1 << 30          # bytes of pixels that all requests hold: 80 such pictures. A request may have 50 MB
+MAX_HELD = 1 << 30          # bytes of pixels that all requests hold: 85 such pictures. A request may have 50 MB
 SLICE = 1 << 20             # letters of base64 that are decoded at once: the interpreter's lock is held for 3 ms
 MAX_HEAD = 256              # letters of a data: URL before its base64
 
@@ -103,13 +103,14 @@ class Pictures:
         return pictures
 
     def hold(self, picture: Picture, holder):
-        """Counts a picture until its request has ended. One that several requests show counts once."""
+        """Counts a picture until its request has ended. One that several requests show counts once. Raises
+        TooManyRequests where it is one too many."""
         with self.lock:
+            together = {picture}.union(*self.held.values())
+            if sum(each.pixels.nbytes for each in together) > MAX_HELD:
+                raise TooManyRequests(f"too many pictures: those of all requests may have {MAX_HELD >> 20} MiB of "
+                                      "pixels together", retry_after=1)
             self.held.setdefault(holder, set()).add(picture)
-            n_bytes = sum(each.pixels.nbytes for each in set().union(*self.held.values()))
-        if n_bytes > MAX_HELD:
-            raise TooManyRequests(f"too many pictures: those of all requests may have {MAX_HELD >> 20} MiB of pixels "
-                                  "together", retry_after=1)
 
     def release(self, holder):
         """A request has ended."""

@@ -12,6 +12,11 @@ LOOK_SECONDS = 0.05         # between two looks whether the one who waits has go
 GONE = "the client has hung up"
 
 
+def too_late(seconds: float) -> str:
+    """Of work that a request has allowed so many seconds."""
+    return f"not finished after the {seconds:g} s that the request allows"
+
+
 class Patience:
     """Of somebody who waits for work from now on.
 
@@ -21,7 +26,7 @@ class Patience:
 
     def __init__(self, seconds: float | None = None, gone: Callable[[], bool] | None = None, why: str | None = None):
         self.end = math.inf if seconds is None else time.monotonic() + seconds
-        self.gone, self._why = gone, why or f"not finished after the {seconds or 0:g} s that the request allows"
+        self.gone, self._why = gone, why or too_late(seconds or 0)
 
     @property
     def has_left(self) -> bool:

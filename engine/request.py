@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from engine.patience import too_late
 from engine.repetition import RepetitionGuard
 from engine.speculate import MOST_DRAFTS, Drafts
 from kernels.logprobs import REPORT, TOP, unpack_report
@@ -295,7 +296,7 @@ class Job:
         """The error that a job ends with when `is_over`; None if it was cancelled."""
         if self.cancelled:
             return None
-        return DeadlineExceeded(f"not finished after the {self.request.timeout:g} s that the request allows")
+        return DeadlineExceeded(too_late(self.request.timeout))
 
     def wait(self, seconds: float | None = None) -> bool:
         """Return when the job has finished, failed or been cancelled: true. Or after so many seconds: false."""

@@ -37,8 +37,8 @@ def keys_of(config):
 
 
 # Keys that llama.cpp's convert_hf_to_gguf.py and other tools write beside those above (gguf-py's constants.Keys lists
-# them), with values that change nothing for this tower: where the model comes from, how it was stored, what other engines
-# need. The last key is made up, for those that are still to come.
+# them), with values that change nothing for this tower: where the model comes from, how it was stored, what other
+# engines need. The last key is made up, for those that are still to come.
 EXPORTED = {
     "general.type": "mmproj", "general.name": "Qwen3.5 9B", "general.basename": "Qwen3.5", "general.size_label": "9B",
     "general.finetune": "Instruct", "general.license": "apache-2.0", "general.quantized_by": "somebody",
