@@ -139,7 +139,7 @@ def with_pictures(service, ids: list[int], sent: list[Sent], timeout: float | No
         return {"prompt_ids": ids}
     eyes = service.ready().eyes
     check_places(ids, len(sent), eyes.pad)          # before anything is read
-    return prompt_fields(ids, service.read(sent, timeout), eyes)
+    return prompt_fields(ids, service.read_pictures(sent, timeout), eyes)
 
 
 def join_system(messages: list[dict]) -> list[dict]:

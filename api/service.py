@@ -119,7 +119,7 @@ class Service:
             said.call_on_close(stack.pop_all().close)       # its text is written row by row, and takes seconds
             return said
 
-    def read(self, sent: list[Sent], timeout: float | None) -> list[Picture]:
+    def read_pictures(self, sent: list[Sent], timeout: float | None) -> list[Picture]:
         """The pictures of the current HTTP request, as `Pictures.read` has them. timeout: seconds that it may take."""
         patience = patience_for(timeout, client_watch())
         return self.pictures.read(self.ready().eyes, sent, patience, flask.g.exchange)
