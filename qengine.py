@@ -68,7 +68,7 @@ from engine.draft_block import PIECE, DraftBlock
 from engine.edge import Edge
 from engine.experts import ExpertsMLP
 from engine.gguf import GGUF, SUPPORTED_TYPES
-from engine.hub import local_path
+from engine.hub import eyes_file, local_path
 from engine.hyperparameters import read_hyperparameters, synthetic_hyperparameters
 from engine.micro_batches import MicroBatch, PassInParts, Span
 from engine.packing import CLASSIFIER, Packed, Pooling, for_pooling, most_spans
@@ -85,7 +85,7 @@ from engine.rounds import Rounds
 from engine.scratch import Activation, Scratch, ScratchArray
 from engine.sampler import BUFFERS, FIRST_TOKENS, Sampler, Tokens
 from engine.sequence import Sequence
-from engine.sight import Gallery, PromptPictures, Seen, eyes_file, open_eyes, pictures_of
+from engine.sight import Gallery, PromptPictures, Seen, open_eyes, pictures_of
 from engine.speculate import Pace
 from engine.template import SYNTHETIC_TEMPLATE, ChatTemplate
 from engine.text_engine import TextEngine, TextOnly

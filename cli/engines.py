@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import qengine
+from engine.hub import eyes_file
 from engine.pooling import PoolingEngine
 from engine.request import RequestError
-from engine.sight import eyes_file
 from engine.text_engine import wrong_kind
 from kernels.trace import LEFT_OUT, tracing
 

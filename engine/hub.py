@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from engine.gguf import PART_NAME
+from engine.images import PAD
 from engine.request import ModelError
 from kernels.card import show_bytes
 
@@ -92,6 +93,13 @@ def local_eyes(mmproj: str | Path | None, model: str | Path, note: Callable[[str
         return download(dataclasses.replace(HubName.of(str(model)), wish=None), note, EYES)
     except NoSuchFile:
         return None
+
+
+def eyes_file(mmproj, opened, note):
+    """The file with a model's eyes for the argument of `load`; None for none. opened: the model, which has kind,
+    tokenizer and source. note: as for `local_path`. Raises ModelError."""
+    sees = opened.kind == "text" and PAD in opened.tokenizer.control
+    return local_eyes(mmproj, opened.source, note) if sees or mmproj else None
 
 
 def hub_name(text: str) -> str | None:

@@ -24,7 +24,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from engine.hub import local_eyes
 from engine.images import PAD, Limits, Picture, Reader
 from engine.request import ModelError, RequestError
 from engine.vision import open_tower
@@ -262,13 +261,6 @@ def limits_for(image_tokens: tuple[int, int] | None, n_ctx: int) -> Limits:
     limits = Limits.of(image_tokens)
     most = limits.max_tokens if image_tokens else max(min(limits.max_tokens, n_ctx // 2), limits.min_tokens)
     return limits._replace(max_tokens=most, most_tokens=min(limits.most_tokens, max(n_ctx, most)))
-
-
-def eyes_file(mmproj, opened, note):
-    """The file with the eyes of a model for the argument of `load`; None for none. opened: has kind, tokenizer and
-    source. note: as `local_eyes` takes it. Raises ModelError."""
-    sees = opened.kind == "text" and PAD in opened.tokenizer.control
-    return local_eyes(mmproj, opened.source, note) if sees or mmproj else None
 
 
 def open_eyes(mmproj, image_tokens: tuple[int, int] | None, opened, n_ctx: int) -> Eyes | None:
