@@ -1,17 +1,30 @@
-"""One example of any task, the text it becomes, and what an answer consists of."""
+"""One example of any task, the text it becomes, and what an answer consists of.
+
+A picture in a conversation is two things: {"type": "image"} in the content of a message, where the text has one
+<|image_pad|>, and a Picture in the example, which draws the pixels.
+"""
 
 import json
 import random
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Protocol
 
 import jinja2
+import numpy as np
 
 TEMPLATE = Path(__file__).parent.parent / "chat_template.jinja"
 TOKENS_PER_LETTER = 1 / 3.6  # of running text, as measured with the tokenizer that train.py makes
 TOKENS_PER_SYLLABLE = 0.57   # of Korean
 THINKING = 0.2  # of the examples that need no thoughts have thinking switched on
+
+
+class Picture(Protocol):
+    """The description of a picture: small, and cheap to send to another process. An equal one draws the same pixels."""
+
+    def draw(self) -> np.ndarray:
+        """uint8 [height, width, 3], red, green and blue; height and width are multiples of 32."""
 
 
 @dataclass(frozen=True)
@@ -26,6 +39,7 @@ class Example:
     lang      "en" or "ko"
     contents  what was drawn under the held-out rule (tasks/words.py)
     document  the text of a plain document
+    pictures  a Picture for each {"type": "image"} of the messages, in their order
     """
 
     messages: list
@@ -36,10 +50,11 @@ class Example:
     lang: str
     contents: tuple = ()
     document: str | None = None
+    pictures: tuple[Picture, ...] = ()
 
 
 def chat(draw, lang: str, task: str, turns: list, expect: dict, system: str | None = None, tools=None,
-         *, thought: str = "", thinking: bool | None = None) -> Example:
+         *, thought: str = "", thinking: bool | None = None, pictures: tuple = ()) -> Example:
     """An example from turns: strings, the user's and the assistant's in alternation, or whole messages.
 
     thought: what the assistant thinks first when it is told to think, nothing mostly.
@@ -53,7 +68,19 @@ def chat(draw, lang: str, task: str, turns: list, expect: dict, system: str | No
         thinking = draw.rng.random() < THINKING
     if thinking:
         messages[-1] = messages[-1] | {"reasoning_content": thought}
-    return Example(messages, tools, thinking, expect, task, lang, tuple(draw.contents))
+    return Example(messages, tools, thinking, expect, task, lang, tuple(draw.contents), pictures=tuple(pictures))
+
+
+def seen(*parts: str | None) -> list[dict]:
+    """The content of a message with pictures: strings, and None where a picture stands."""
+    return [{"type": "image"} if part is None else {"type": "text", "text": part} for part in parts]
+
+
+def text_of(content) -> str:
+    """The text of a message's content, without its pictures."""
+    if isinstance(content, list):
+        return "".join(part.get("text", "") for part in content)
+    return content or ""
 
 
 def pick_lang(rng: random.Random, lang: str | None) -> str:

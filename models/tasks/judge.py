@@ -8,7 +8,7 @@ import json
 import re
 from functools import cache
 
-from .example import Example
+from .example import Example, text_of
 
 
 def visible(example: Example, text: str) -> str | None:
@@ -24,7 +24,7 @@ def visible(example: Example, text: str) -> str | None:
 def score(example: Example, text: str) -> bool:
     """Whether a generated text, all that follows the generation prompt, is right. An echo never is."""
     answer = visible(example, text)
-    if answer is None or answer.strip() == example.messages[-2]["content"].strip():
+    if answer is None or answer.strip() == text_of(example.messages[-2]["content"]).strip():
         return False
     return _JUDGES[example.expect["kind"]](example.expect, answer)
 
