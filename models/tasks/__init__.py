@@ -17,13 +17,13 @@ products of numbers up to ten; nor are integers, years and choices that only hav
 
 import random
 
-from . import documents, facts, lists, reasoning, recall, structured, tools
+from . import documents, facts, lists, pictures, reasoning, recall, structured, tools
 from .example import Example, estimate_tokens, own_answer, render
 from .facts import asks_in_trained_words
 from .judge import json_is_valid, parse_tool_calls, score
 from .words import is_held
 
-__all__ = ["LATER", "NEW_WORDS", "TASKS", "Example", "asks_in_trained_words", "estimate_tokens",
+__all__ = ["LATER", "NEW_WORDS", "SIGHT", "TASKS", "Example", "asks_in_trained_words", "estimate_tokens",
            "heldout_text", "is_held", "json_is_valid", "own_answer", "parse_tool_calls", "render", "sample", "score"]
 
 # name: (how often, generator)
@@ -36,6 +36,7 @@ TASKS = {
     "reasoning": (9, reasoning.make),
     "lists": (6, lists.make),
     "text": (3, documents.make),
+    "pictures": (30, pictures.make),
 }
 
 
@@ -43,6 +44,8 @@ TASKS = {
 LATER = {"facts, later": facts.make_later}
 # and tools and fields in ordinary words that no training example has.
 NEW_WORDS = {"tools, new words": tools.make_new_words, "json, new fields": structured.make_new_fields}
+# Single questions about held-out pictures, by what they ask for; the last ones in words that training never has.
+SIGHT = pictures.SECTIONS
 
 
 def sample(rng: random.Random, held: bool = False, length: int | None = None) -> Example:
@@ -52,9 +55,11 @@ def sample(rng: random.Random, held: bool = False, length: int | None = None) ->
 
 
 def heldout_text(rng: random.Random, n_tokens: int) -> str:
-    """About n_tokens of held-out examples of all tasks one after another, for perplexity."""
+    """About n_tokens of held-out examples without pictures one after another, for perplexity."""
     texts, n = [], 0
     while n < n_tokens:
-        texts.append(render(sample(rng, held=True, length=400)))
-        n += estimate_tokens(texts[-1])
+        example = sample(rng, held=True, length=400)
+        if not example.pictures:
+            texts.append(render(example))
+            n += estimate_tokens(texts[-1])
     return "".join(texts)

@@ -233,5 +233,30 @@ def _calls(expect: dict, answer: str) -> bool:
     return not before and not missing
 
 
+def _seen(expect: dict, answer: str) -> bool:
+    """Of each group of words one is said, and none of the wrong ones beside them."""
+    right, rest = [word for group in expect["right"] for word in group], answer
+    if any(_says(answer, word) for word in expect["wrong"] if not any(word in longer for longer in right)):
+        return False
+    for group in expect["right"]:
+        said = next(filter(None, (_says(rest, word) for word in sorted(group, key=len, reverse=True))), None)
+        if not said:
+            return False
+        rest = f"{rest[:said.start()]} {rest[said.end():]}"
+    return not any(_says(rest, word) for word in expect["wrong"])
+
+
+def _says(text: str, word: str) -> re.Match | None:
+    """Where a word or name occurs; its case counts where it has capitals."""
+    return re.search(_bounded(word), text, 0 if word != word.lower() else re.I)
+
+
+def _read(expect: dict, answer: str) -> bool:
+    """The text, letter by letter, alone or at the end of a short sentence, or before a Korean ending."""
+    said = rf"(?:[^\d\n,]{{0,30}}(?: is| are| says|[은는이가의]):? )?[\"'“]?{re.escape(expect['text'])}[\"'”]?(?:{_ENDINGS})?[.]?"
+    return re.fullmatch(said, answer.strip()) is not None
+
+
 _JUDGES = {"keys": _keys, "value": _value, "unsaid": _unsaid, "values": _values, "exact": _exact,
-           "number": _number, "json": _json, "calls": _calls}
+           "number": _number, "json": _json, "calls": _calls,
+           "seen": _seen, "read": _read}
