@@ -99,7 +99,7 @@ class _Talk:
                 other, before = waiting.pop(0), None
                 more, told = self._pair(other, whole, question.kind)
                 asked += rng.choice(texts()["frames"][f"between_{self.lang}"]) + more
-                answer += (" " if answer.endswith(".") else ", ") + told
+                answer = f"{answer.removesuffix('.')}{', ' if self.lang == 'ko' and not whole else '. '}{told}"
             if whole:
                 asked += rng.choice(texts()["frames"][f"in_a_sentence_{self.lang}"])
             parts = [asked, None] if rng.random() < AFTER else [None, asked]

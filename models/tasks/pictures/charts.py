@@ -173,18 +173,22 @@ def _values(rng: random.Random, n: int, top: int, on_lines: bool) -> list[int]:
 
 def chart(draw: Draw) -> Chart:
     """Two to seven bars; labels with their values are held out together."""
+    while True:
+        n_contents, made = len(draw.contents), _chart(draw)
+        if draw.keep_if(made.content):
+            return made
+        del draw.contents[n_contents:]
+
+
+def _chart(draw: Draw) -> Chart:
     rng = draw.rng
     look, lying = draw_look(rng, sides=SIDES), rng.random() < 0.45
     n = rng.randint(2, 7 if look.height >= 256 or not lying else 6)
     top, written = rng.choice((10, 20, 50, 100)), rng.random() < 0.45
     axis = rng.random() < (0.35 if written else 0.75)
     n = min(n, 5) if axis and not written else n
-    labels = _labels(draw, n, lying)
-    usable = colours_on(look.dark)
+    labels, usable = _labels(draw, n, lying), colours_on(look.dark)
     colours = rng.sample(usable, n) if rng.random() < 0.35 else [rng.choice(usable)] * n
     title = word(draw, 3, 8).capitalize() if rng.random() < 0.35 else None
-    while True:
-        values = _values(rng, n, top, axis and not written)
-        made = Chart(look, tuple(labels), tuple(values), top, tuple(colours), lying, written, axis, title)
-        if draw.keep_if(made.content):
-            return made
+    values = _values(rng, n, top, axis and not written)
+    return Chart(look, tuple(labels), tuple(values), top, tuple(colours), lying, written, axis, title)

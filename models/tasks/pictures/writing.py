@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 
@@ -125,6 +126,7 @@ def word(draw: Draw, shortest: int = SHORTEST, longest: int = LONGEST) -> str:
     return text.upper() if set(text) <= SAME_IN_BOTH_CASES | {"i", "l"} else case(text)
 
 
+@cache
 def _real(shortest: int, longest: int, held: bool) -> list[str]:
     return [english for english, _ in dictionary() if english.isascii() and english.isalpha() and english.islower()
             and shortest <= len(english) <= longest and is_held(english) == held]
