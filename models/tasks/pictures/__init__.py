@@ -29,10 +29,10 @@ TWO_PICTURES = 0.12         # of those that have a second one later
 SMALL_TALK, SYSTEM = 0.12, 0.2      # of those with a few words before the picture, and with a system message
 TOGETHER = 0.12             # of the messages that ask two questions at once
 SENTENCE = 0.2              # of the questions that want a whole sentence
+OF_KIND = 0.2               # of the pictures that may be asked of which kind they are
 AFTER = 0.2                 # of the pictures that stand behind their question
 # How often a kind of question is asked, where it can be, when others are asked once.
-OFTEN = {"number": 5, "word": 5, "words": 4, "count": 3, "what": 2, "colour": 2, "top": 2, "value": 2, "bound": 2,
-         "kind": 0.3}
+OFTEN = {"number": 5, "word": 5, "words": 4, "count": 3, "what": 2, "colour": 2, "top": 2, "value": 2, "bound": 2}
 N_QUESTIONS = (1, 1, 1, 2, 3, 3, 4, 5, 6, 8)
 
 
@@ -46,8 +46,8 @@ def _kept(make: Callable) -> Callable:
 
 
 # How often, and what draws the scene.
-SCENES = ((14, _kept(shapes.one)), (26, _kept(shapes.some)), (24, _kept(shapes.many)), (14, writing.number),
-          (14, writing.one_word), (6, writing.lines), (22, charts.chart), (7, plots.timeline), (7, plots.roofline))
+SCENES = ((14, _kept(shapes.one)), (24, _kept(shapes.some)), (24, _kept(shapes.many)), (18, writing.number),
+          (20, writing.one_word), (10, writing.lines), (22, charts.chart), (7, plots.timeline), (6, plots.roofline))
 
 
 def draw_scene(draw: Draw):
@@ -56,10 +56,12 @@ def draw_scene(draw: Draw):
 
 
 def questions(scene, rng: random.Random, lang: str) -> list[Question]:
-    """All that can be asked of a scene now, and what kind of picture it is."""
-    words = Words(lang)
-    kind = words.one("pictures", scene.kind)
-    return [*scene.questions(rng, lang), words.named("kind", "pictures", scene.kind, kind=kind, a_kind=kind)]
+    """All that can be asked of a scene now, sometimes also what kind of picture it is."""
+    words, found = Words(lang), scene.questions(rng, lang)
+    if rng.random() < OF_KIND:
+        kind = words.one("pictures", scene.kind)
+        found.append(words.named("kind", "pictures", scene.kind, kind=kind, a_kind=kind))
+    return found
 
 
 def choose(found: list[Question], rng: random.Random, n: int) -> list[Question]:

@@ -10,7 +10,7 @@ import io
 import math
 import random
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 
 import numpy as np
 from PIL import Image, ImageDraw, ImageFilter, ImageFont, ImageOps
@@ -165,6 +165,7 @@ def _sans(size: int) -> ImageFont.FreeTypeFont:
     return ImageFont.load_default(size)
 
 
+@lru_cache(64)
 def _written(text: str, size: int, font: str) -> Image.Image:
     """The text as a mask, as high as letters with all their parts."""
     if font == "typewriter":

@@ -13,6 +13,7 @@ from .questions import ABSENT, EQUAL, NOTHING, Question, Words, side_by_side
 
 HOLLOW = 0.12               # share of the pictures whose shapes are only outlines
 MOST = 9                    # shapes to count
+FEW = 0.1                   # of what there is once: share that may be counted
 GAP = 1.35                  # how many times as large as all others the largest shape is
 APART = 0.17                # of the shorter side: what is that far to the left is to the left
 UNCLEAR = 0.035             # of a side: how near to the border of two parts of a picture no shape lies
@@ -159,10 +160,11 @@ class Shapes:
         return found
 
     def _counts(self, words: Words, rng: random.Random) -> list[Question]:
+        """How many there are of each kind, seldom of what there is only one of or none."""
         names = {(None, None), *((None, t.shape) for t in self.things), *((t.colour, None) for t in self.things),
                  *((t.colour, t.shape) for t in self.things)}
-        chosen = sorted(names, key=str)
-        if rng.random() < 0.1:
+        chosen = [name for name in sorted(names, key=str) if len(self._named(*name)) > 1 or rng.random() < FEW]
+        if rng.random() < FEW:
             chosen.append((None, rng.choice(NAMES)))
         return [self._count(words, *name) for name in chosen]
 
@@ -308,7 +310,7 @@ def one(rng: random.Random) -> Shapes:
     """A single shape, anywhere and of any size that fits."""
     look = draw_look(rng, sides=(128, 160, 192, 256, 320))
     size = rng.uniform(0.11, 0.4)
-    x, y = (0.5, 0.5) if rng.random() < 0.4 else (rng.random(), rng.random())
+    x, y = (0.5, 0.5) if rng.random() < 0.25 else (rng.random(), rng.random())
     x, y = _inside(look, x, y, size)
     return _scene(rng, look, [_thing(rng, rng.choice(colours_on(look.dark)), rng.choice(NAMES), x, y, size)])
 
