@@ -36,7 +36,7 @@ TASKS = {
     "reasoning": (9, reasoning.make),
     "lists": (6, lists.make),
     "text": (3, documents.make),
-    "pictures": (30, pictures.make),
+    "pictures": (34, pictures.make),
 }
 
 

@@ -152,7 +152,9 @@ def vary(rng: random.Random, question: str, fact: Fact, lang: str) -> str:
     if rng.random() < 0.2:
         varied = varied.rstrip("?.!")
     if len(varied) > 4 and rng.random() < 0.05:
-        varied = _typo(rng, varied)
+        typed = _typo(rng, varied)
+        if not any(map(is_held, set(typed.split()) - set(varied.split()))):    # or it may be a held-out invented word
+            varied = typed
     return question if plain(varied) in held_questions() else varied
 
 
