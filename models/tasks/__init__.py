@@ -40,8 +40,9 @@ TASKS = {
 }
 
 
-# To judge with only: held-out questions in the midst of a conversation,
-LATER = {"facts, later": facts.make_later}
+# To judge with only: held-out questions in the midst of a conversation, or after another language; what newcomers ask,
+LATER = {"facts, later": facts.make_later, "facts, other language": facts.make_switched,
+         "newcomers": facts.make_newcomer}
 # and tools and fields in ordinary words that no training example has.
 NEW_WORDS = {"tools, new words": tools.make_new_words, "json, new fields": structured.make_new_fields}
 # Single questions about held-out pictures, by what they ask for; the last ones in words that training never has.

@@ -3,9 +3,14 @@
 A fact has an answer per language and some handwritten questions; held-out questions (`held_en`, `held_ko`)
 are asked plainly and never trained on. For training a question gets what people put around it, loses words,
 case or a letter, or the name of qengine, so that the answer hangs on its words and not on its exact form. A
-question that could mean two facts is left whole. Some ask for the answer in the other language.
+question that could mean two facts is left whole. Some ask for the answer in the other language, and some
+conversations change the language between turns: the answer has that of the last question.
+
+A question may be a pattern, "(Can|Does) it run on (a Mac|macOS)?", which stands for all that it can become; behind a
+Korean word {을} is the particle that fits. What newcomers ask (models/text/newcomers.toml) is never trained on; it has key phrases of its own.
 """
 
+import itertools
 import random
 import re
 import tomllib
@@ -14,7 +19,7 @@ from functools import cache
 
 from . import lists, reasoning
 from .example import Example, chat, pick_lang
-from .words import LANGUAGES, TEXT, Draw, Slots, is_held
+from .words import LANGUAGES, TEXT, Draw, Ko, Slots, is_held
 
 FOLDER = TEXT / "facts"
 SELF = "self-"  # ids of facts about the model itself begin with it
@@ -23,6 +28,8 @@ UNKNOWN_SHARE = 0.2  # of the questions about the model are about anything in th
 NONSENSE, NONSENSE_SHARE = "self-nonsense", 0.03  # and so many are keys hit at random
 DISTRESS, DISTRESS_SHARE = "self-distress", 0.06  # a message that must not be taken for another
 IN_OTHER_LANGUAGE = 0.05  # of the conversations end with an answer in the other language
+MIXED = 0.25  # of the conversations change the language between turns
+MOST_OF_PATTERN = 24  # questions that a pattern becomes at most: a long pattern counts no more than others
 
 
 @dataclass(frozen=True)
@@ -43,25 +50,48 @@ class Fact:
 
 @cache
 def load_facts() -> dict[str, Fact]:
-    """All facts by id, in the order of the files' names."""
-    facts = [_read(table) for path in sorted(FOLDER.glob("*.toml"))
-             for table in tomllib.loads(path.read_text("utf-8"))["fact"]]
-    if len({fact.id for fact in facts}) < len(facts):
+    """All facts by id, in the order of the files' names; [[more]] has wordings for a fact of any file."""
+    files = [tomllib.loads(path.read_text("utf-8")) for path in sorted(FOLDER.glob("*.toml"))]
+    tables = [table for file in files for table in file["fact"]]
+    by_id = {table["id"]: table for table in tables}
+    if len(by_id) < len(tables):
         raise ValueError(f"two facts in {FOLDER} have the same id")
-    return {fact.id: fact for fact in facts}
+    for more in itertools.chain.from_iterable(file.get("more", ()) for file in files):
+        for lang in LANGUAGES:
+            by_id[more["id"]][f"ask_{lang}"] += more[f"ask_{lang}"]
+    return {id: _read(table) for id, table in by_id.items()}
+
+
+_CHOICE, _PARTICLE = re.compile(r"\(([^()|]*(?:\|[^()|]*)+)\)"), re.compile(r"(\S+)\{(\w+)\}")
+
+
+def _expanded(pattern: str) -> list[str]:
+    """All that a pattern becomes, or MOST_OF_PATTERN of that, the same ones every time."""
+    pieces = _CHOICE.split(pattern)  # every second one is a choice
+    choices = [piece.split("|") if i % 2 else [piece] for i, piece in enumerate(pieces)]
+    every = [_PARTICLE.sub(lambda match: format(Ko(match[1]), match[2]), "".join(chosen))
+             for chosen in itertools.product(*choices)]
+    return random.Random(pattern).sample(every, MOST_OF_PATTERN) if len(every) > MOST_OF_PATTERN else every
 
 
 def _read(table: dict) -> Fact:
     def both(name):
-        return {lang: table.get(f"{name}_{lang}", []) for lang in LANGUAGES}
-    answer = {lang: table[lang] for lang in LANGUAGES}
-    return Fact(table["id"], answer, both("key"), both("ask"), both("held"), both("follow"),
-                tuple(table.get("next", ())))
+        return {lang: [question for pattern in table.get(f"{name}_{lang}", ()) for question in _expanded(pattern)]
+                for lang in LANGUAGES}
+    answer, keys = ({lang: table[name.format(lang)] for lang in LANGUAGES} for name in ("{}", "key_{}"))
+    ask, held = both("ask"), both("held")
+    return Fact(table["id"], answer, keys, ask, held, both("follow"), tuple(table.get("next", ())))
 
 
 @cache
 def _of_task(task: str) -> tuple[Fact, ...]:
     return tuple(fact for fact in load_facts().values() if fact.id.startswith(SELF) == (task == "self"))
+
+
+@cache
+def _wordings(task: str) -> tuple[float, ...]:
+    """How often each fact of a task is asked for, added up: a fact of many wordings more often, but not as much more."""
+    return tuple(itertools.accumulate(len(fact.ask["en"]) ** 0.5 for fact in _of_task(task)))
 
 
 def expect_of(fact: Fact, lang: str) -> dict:
@@ -107,8 +137,9 @@ def plain(question: str) -> str:
 
 @cache
 def held_questions() -> frozenset:
-    return frozenset(plain(question) for fact in load_facts().values() for lang in LANGUAGES
-                     for question in (*fact.held[lang], *fact.follow_ups(lang, held=True)))
+    of_facts = [question for fact in load_facts().values() for lang in LANGUAGES
+                for question in (*fact.held[lang], *fact.follow_ups(lang, held=True))]
+    return frozenset(map(plain, of_facts + [asked[lang] for asked in newcomers() for lang in LANGUAGES]))
 
 
 def keywords(question: str) -> list[str]:
@@ -225,9 +256,13 @@ def turn(rng: random.Random, lang: str, task: str = "facts", after: Fact | None 
         question, fact = _nonsense(rng, lang), load_facts()[NONSENSE]
     else:
         distress = task == "self" and rng.random() < DISTRESS_SHARE
-        fact = load_facts()[DISTRESS] if distress else rng.choice(_of_task(task))
+        fact = load_facts()[DISTRESS] if distress else _any_fact(rng, task)
         question = vary(rng, rng.choice(fact.ask[lang]), fact, lang)
     return question, fact.answer[lang], expect_of(fact, lang), fact
+
+
+def _any_fact(rng: random.Random, task: str) -> Fact:
+    return rng.choices(_of_task(task), cum_weights=_wordings(task))[0]
 
 
 def _follow_up(rng: random.Random, lang: str, follow: list[Fact]) -> tuple[str, Fact]:
@@ -275,12 +310,13 @@ def make(rng: random.Random, held: bool = False, length: int | None = None, lang
     if held:
         fact = rng.choice([fact for fact in _of_task(task) if fact.held[lang]])
         return held_example(fact, rng.choice(fact.held[lang]), lang, task)
-    draw, turns, fact = Draw(rng, held=False), [], None
-    for _ in range(rng.choices((0, 1, 2, 3), (11, 5, 3, 2))[0]):
+    draw, turns, fact, mixed = Draw(rng, held=False), [], None, rng.random() < MIXED
+    for _ in range(rng.choices((0, 1, 2, 3), (11, 5, 3, 2))[0] or mixed):
+        spoken = pick_lang(rng, None if mixed else lang)
         if rng.random() < 0.7:
-            question, answer, _, fact = turn(rng, lang, task, fact)
+            question, answer, _, fact = turn(rng, spoken, task, fact)
         else:
-            (question, answer, _), fact = small_talk(draw, lang), None
+            (question, answer, _), fact = small_talk(draw, spoken), None
         turns += [question, answer]
     question, answer, expect, fact = turn(rng, lang, task, fact)
     if rng.random() < IN_OTHER_LANGUAGE:
@@ -313,6 +349,32 @@ def make_later(rng, held: bool = True, length: int | None = None, lang: str | No
         question = rng.choice(fact.held[lang])
     return chat(Draw(rng, held=True), lang, "facts", [*before, question, fact.answer[lang]],
                 expect_of(fact, lang), system(rng, lang))
+
+
+def make_switched(rng, held: bool = True, length: int | None = None, lang: str | None = None) -> Example:
+    """To judge with: a held-out question after turns in the other language."""
+    lang, before = pick_lang(rng, lang), []
+    other, draw = "ko" if lang == "en" else "en", Draw(rng, held=False)
+    for _ in range(rng.randint(1, 3)):
+        before += small_talk(draw, other)[:2]
+    fact = rng.choice([fact for fact in _of_task("facts") if fact.held[lang]])
+    return chat(Draw(rng, held=True), lang, "facts", [*before, rng.choice(fact.held[lang]), fact.answer[lang]],
+                expect_of(fact, lang), system(rng, lang))
+
+
+@cache
+def newcomers() -> tuple[dict, ...]:
+    """What newcomers ask, in both languages, with the key phrases of a right answer."""
+    asked = tomllib.loads((TEXT / "newcomers.toml").read_text("utf-8"))
+    return tuple(itertools.chain.from_iterable(asked.values()))
+
+
+def make_newcomer(rng, held: bool = True, length: int | None = None, lang: str | None = None) -> Example:
+    """To judge with: the first question of a newcomer. The answer here is no more than the key phrases."""
+    lang, asked = pick_lang(rng, lang), rng.choice(newcomers())
+    keys = asked[f"key_{lang}"]
+    answer = ", ".join(key.split("|")[0] for key in keys)
+    return chat(Draw(rng, held=True), lang, "facts", [asked[lang], answer], {"kind": "keys", "keys": keys})
 
 
 @cache
