@@ -17,7 +17,7 @@ import pytest
 from engine.rendering import raise_exception, to_json
 from engine.template import ChatTemplate
 from models import tasks
-from models.tasks import facts, judge, reasoning, recall, tools, words
+from models.tasks import facts, judge, objects, ordinary, people, reasoning, recall, tools, words
 from models.tasks.example import TEMPLATE
 from tests.oracle import oracle_path
 
@@ -177,8 +177,8 @@ def names_in(example) -> set[str]:
 
 
 def test_fields_and_tools_apart_are_never_named_in_training():
-    apart = {name for make in tasks.NEW_WORDS.values() for seed in range(100)
-             for name in names_in(make(random.Random(seed), True))}
+    apart = {name for section in ("tools, new words", "json, new fields") for seed in range(100)
+             for name in names_in(tasks.NEW_WORDS[section](random.Random(seed), True))}
     assert len(apart) > 55 and all(map(tasks.is_held, apart))
     listed = {entry[0] for entry in words.entries("fields", "tools")} | {
         name for tool in tools._handwritten() for name in (tool["name"], *tool["parameters"])}
@@ -214,7 +214,7 @@ def test_held_out_examples_draw_only_what_is_held_out():
     for name in tasks.TASKS:
         for example in examples(name, 100, held=True):
             assert all(map(tasks.is_held, example.contents))
-        assert name in ("facts", "self", "text") or example.contents
+        assert name in ("facts", "self", "text", "people") or example.contents
 
 
 def test_held_out_questions_are_never_asked_in_training():
@@ -222,6 +222,51 @@ def test_held_out_questions_are_never_asked_in_training():
     asked = {facts.plain(message["content"]) for name in ("facts", "self") for example in examples(name, 3000)
              for message in example.messages if message["role"] == "user"}
     assert len(asked) > 3000 and not asked & held
+
+
+def test_what_newcomers_ask_is_in_no_wording_of_training():
+    """Not even as a part of one; of wordings by hand, and of a thousand questions as training varies them."""
+    asked = {facts.plain(question[lang]) for question in facts.newcomers() for lang in words.LANGUAGES}
+    assert len(facts.newcomers()) == 50 and len(asked) == 100
+    wordings = {facts.plain(wording) for fact in facts.load_facts().values() for lang in words.LANGUAGES
+                for wording in (*fact.ask[lang], *fact.follow[lang], *fact.held[lang])}
+    varied = {facts.plain(message["content"]) for name in ("facts", "self") for example in examples(name, 500)
+              for message in example.messages if message["role"] == "user"}
+    assert len(wordings) > 10_000 and len(varied) > 1000
+    assert not any(question in wording for question in asked for wording in wordings | varied)
+
+
+def test_every_question_of_a_newcomer_is_answered_by_a_fact():
+    for question in facts.newcomers():
+        for lang in words.LANGUAGES:
+            assert any(judge._keys({"keys": question[f"key_{lang}"]}, fact.answer[lang])
+                       for fact in facts.load_facts().values()), question[lang]
+
+
+def test_patterns_become_all_that_they_stand_for():
+    assert facts.expanded("(Can|Does) it (run|go)?") == ["Can it run?", "Can it go?", "Does it run?", "Does it go?"]
+    assert facts.expanded("It runs (by itself).") == ["It runs (by itself)."]
+    many = facts.expanded("(a|b|c) (a|b|c) (a|b|c) (a|b|c)")
+    assert len(set(many)) == facts.MOST_OF_PATTERN and many == facts.expanded("(a|b|c) (a|b|c) (a|b|c) (a|b|c)")
+    read = facts._read({"id": "x", "en": "", "ko": "", "key_en": [], "key_ko": [], "ask_ko": ["(책|카드){을} 줘"]})
+    assert read.ask["ko"] == ["책을 줘", "카드를 줘"]
+
+
+def test_an_answer_has_the_language_of_the_last_question():
+    """Also where turns before it had the other one."""
+    def korean(message):
+        return re.search("[가-힣]", message["content"]) is not None
+    made = [example for example in examples("facts", 2000) if len(example.messages) > 3]
+    turns = [[korean(message) for message in example.messages if message["role"] != "system"] for example in made]
+    mixed = [(example, turn) for example, turn in zip(made, turns) if len(set(turn[:-1:2])) == 2]
+    assert len(mixed) > 100
+    # A few ask for the other language.
+    assert sum(turn[-2] == turn[-1] for _, turn in mixed) > 0.85 * len(mixed)
+    assert all(turn[-1] == (example.lang == "ko") for example, turn in mixed)
+    rng = random.Random(10)
+    for _ in range(50):
+        spoken = [korean(message) for message in facts.make_switched(rng).messages if message["role"] != "system"]
+        assert spoken[-1] == spoken[-2] and len(set(spoken)) == 2
 
 
 def test_later_questions_are_held_out_and_come_later():
@@ -240,6 +285,84 @@ def test_no_question_of_a_fact_is_trained_and_held_out():
         for lang in words.LANGUAGES:
             trained = map(facts.plain, (*fact.ask[lang], *fact.follow_ups(lang, held=False)))
             assert not facts.held_questions() & set(trained), fact.id
+
+
+def test_people_are_told_of_and_asked_for():
+    """What is asked for was told in that very conversation, or nobody told it."""
+    for held in (False, True):
+        unsaid = 0
+        for example in examples("people", 300, held):
+            before = " ".join(message["content"] for message in example.messages[:-1])
+            if example.expect["kind"] == "unsaid":
+                unsaid += 1
+            else:
+                assert all(value in before for value in (example.expect["value"], *example.expect["others"]))
+        assert 10 < unsaid < 60
+
+
+def test_no_held_out_wording_about_people_is_trained():
+    text = "\n".join(tasks.render(example) for example in examples("people", 3000))
+    # Templates that begin with words of their own can be found by these.
+    starts = {template.split("{")[0] for kind in people.PROPERTIES.values()
+              for template in (*kind.told_me, *kind.asked_me) if tasks.is_held(template)}
+    starts = {start for start in starts if len(start) > 8}
+    assert len(starts) >= 4 and not [start for start in starts if start in text]
+
+
+@pytest.mark.parametrize("who, kind, lang, asked", [
+    ("저", "name", "ko", "제 이름"), ("나", "age", "ko", "내 나이"), ("저", "place", "ko", "제가 사는 곳은?")])
+def test_korean_for_oneself(who, kind, lang, asked):
+    template = {"name": "{s} 이름", "age": "{s} 나이", "place": "{s:이} 사는 곳은?"}[kind]
+    assert people._say(template, who, "", lang) == asked
+
+
+def test_objects_end_and_say_what_is_known():
+    answers = set(objects.ANSWERS)
+    seen, known = 0, 0
+    for example in examples("objects", 400):
+        value, schema = json.loads(example.messages[-1]["content"]), example.expect["schema"]
+        assert judge.fits(value, schema) and tasks.estimate_tokens(example.messages[-1]["content"]) < 200
+        shown = any(json.dumps(schema, ensure_ascii=False) in message["content"] for message in example.messages[:-1])
+        seen += shown
+        known += any(value[name] not in objects.UNKNOWN for name in answers & set(value))
+    assert 200 < seen < 330 and known > 80
+    assert all(json.dumps(example.expect["schema"], ensure_ascii=False) in tasks.render(example, for_generation=True)
+               for example in examples("objects", 100, held=True))  # what is scored shows the schema
+
+
+def test_an_object_that_does_not_end_is_wrong():
+    schema = {"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"]}
+    expect = {"schema": schema, "most_tokens": 400}
+    assert judge._object(expect, '{"a": "anything"}')
+    for text in ('{"a": 3}', '{"b": "x"}', '{"a": "x', "[]", "", '{"a": "%s"}' % ("again and " * 200)):
+        assert not judge._object(expect, text)
+
+
+def test_ordinary_tools_are_many_and_have_names_on_both_sides():
+    tools_of = {held: {" ".join(pair) for things, actions in ordinary.kinds() for thing in things for action in actions
+                       for pair in ordinary._names(thing, action, held)} for held in (False, True)}
+    assert len(tools_of[False]) > 2000 and len(tools_of[True]) > 500
+    assert len({verb for _, actions in ordinary.kinds() for action in actions for verb in action.verbs}) > 150
+    assert len({thing.stem for things, _ in ordinary.kinds() for thing in things}) > 200
+    for stem in ("weather", "light", "file", "mail"):
+        assert all(any(name.endswith(f" {stem}") for name in names) for names in tools_of.values()), stem
+
+
+def test_ordinary_tools_can_be_told_apart():
+    """Names within an example differ; what has no name that says anything is described."""
+    for held in (False, True):
+        for invented in (False, True):
+            rng = random.Random(11)
+            for _ in range(300):
+                draw = words.Draw(rng, held)
+                made = ordinary.several(draw, rng.choice(words.LANGUAGES), rng.randint(1, 5), invented)
+                assert len({tool.name for tool in made}) == len(made) > 0
+                for tool in made:
+                    function = tool.schema()["function"]
+                    assert not invented or "description" in function
+                    assert len(function["parameters"]["properties"]) == len(tool.action.parameters)
+                    request, call = tool.ask_for(draw)
+                    assert set(call["arguments"]) == set(function["parameters"]["required"]) and "{" not in request
 
 
 def test_one_string_of_five_is_held_out():
@@ -529,13 +652,15 @@ def test_questions_lose_words_only_where_they_stay_clear():
 
 
 @pytest.mark.parametrize("lang", ["en", "ko"])
-@pytest.mark.parametrize("length", [200, 1000, 4000])
+@pytest.mark.parametrize("length", [200, 1000, 4000, 16384])
 def test_recall_has_the_length_that_is_asked_for(length, lang):
     rng = random.Random(4)
     for _ in range(10):
         example = recall.make(rng, held=True, length=length, lang=lang)
         assert example.lang == lang
-        assert 0.8 * length < tasks.estimate_tokens(tasks.render(example)) < 1.2 * length + 400
+        # A control token is one token, and has the letters of three.
+        text = re.sub(r"<\|im_(start|end)\|>", "----", tasks.render(example))
+        assert 0.8 * length < tasks.estimate_tokens(text) < 1.2 * length + 400
 
 
 def test_recall_plants_needles_everywhere():
@@ -566,8 +691,8 @@ def test_particles(word, topic, subject, by):
 
 
 def test_heldout_text_is_of_all_tasks():
-    text = tasks.heldout_text(random.Random(5), 20_000)
-    assert 20_000 < tasks.estimate_tokens(text) < 22_000
+    text = tasks.heldout_text(random.Random(5), 40_000)
+    assert 40_000 < tasks.estimate_tokens(text) < 42_000
     for sign in ("<tool_call>", "<|endoftext|>", "<think>\n\n</think>", '{"type"', "니다."):
         assert sign in text
 

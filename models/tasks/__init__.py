@@ -17,7 +17,7 @@ products of numbers up to ten; nor are integers, years and choices that only hav
 
 import random
 
-from . import documents, facts, lists, pictures, reasoning, recall, structured, tools
+from . import documents, facts, lists, objects, people, pictures, reasoning, recall, structured, tools
 from .example import Example, estimate_tokens, own_answer, render
 from .facts import asks_in_trained_words
 from .judge import json_is_valid, parse_tool_calls, score
@@ -28,13 +28,15 @@ __all__ = ["LATER", "NEW_WORDS", "SIGHT", "TASKS", "Example", "asks_in_trained_w
 
 # name: (how often, generator)
 TASKS = {
-    "facts": (32, facts.make),
+    "facts": (34, facts.make),
     "self": (9, facts.make_self),
-    "recall": (16, recall.make),
-    "tools": (28, tools.make),
-    "json": (9, structured.make),
-    "reasoning": (9, reasoning.make),
-    "lists": (6, lists.make),
+    "recall": (12, recall.make),
+    "people": (6, people.make),
+    "tools": (30, tools.make),
+    "json": (8, structured.make),
+    "objects": (6, objects.make),
+    "reasoning": (8, reasoning.make),
+    "lists": (8, lists.make),
     "text": (3, documents.make),
     "pictures": (34, pictures.make),
 }
@@ -43,8 +45,10 @@ TASKS = {
 # To judge with only: held-out questions in the midst of a conversation, or after another language; what newcomers ask,
 LATER = {"facts, later": facts.make_later, "facts, other language": facts.make_switched,
          "newcomers": facts.make_newcomer}
-# and tools and fields in ordinary words that no training example has.
-NEW_WORDS = {"tools, new words": tools.make_new_words, "json, new fields": structured.make_new_fields}
+# and tools and fields in ordinary words that no training example has; tools of ordinary names, of which the words are
+# trained, and the same requests with invented names.
+NEW_WORDS = {"tools, new words": tools.make_new_words, "json, new fields": structured.make_new_fields,
+             "tools, ordinary names": tools.make_ordinary, "tools, invented names": tools.make_ordinary_invented}
 # Single questions about held-out pictures, by what they ask for; the last ones in words that training never has.
 SIGHT = pictures.SECTIONS
 

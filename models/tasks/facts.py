@@ -7,7 +7,8 @@ question that could mean two facts is left whole. Some ask for the answer in the
 conversations change the language between turns: the answer has that of the last question.
 
 A question may be a pattern, "(Can|Does) it run on (a Mac|macOS)?", which stands for all that it can become; behind a
-Korean word {을} is the particle that fits. What newcomers ask (models/text/newcomers.toml) is never trained on; it has key phrases of its own.
+Korean word {을} is the particle that fits. What newcomers ask (models/text/newcomers.toml) is never trained on; it has
+key phrases of its own.
 """
 
 import itertools
@@ -65,18 +66,18 @@ def load_facts() -> dict[str, Fact]:
 _CHOICE, _PARTICLE = re.compile(r"\(([^()|]*(?:\|[^()|]*)+)\)"), re.compile(r"(\S+)\{(\w+)\}")
 
 
-def _expanded(pattern: str) -> list[str]:
+def expanded(pattern: str) -> list[str]:
     """All that a pattern becomes, or MOST_OF_PATTERN of that, the same ones every time."""
     pieces = _CHOICE.split(pattern)  # every second one is a choice
     choices = [piece.split("|") if i % 2 else [piece] for i, piece in enumerate(pieces)]
-    every = [_PARTICLE.sub(lambda match: format(Ko(match[1]), match[2]), "".join(chosen))
-             for chosen in itertools.product(*choices)]
+    every = list(map("".join, itertools.product(*choices)))
     return random.Random(pattern).sample(every, MOST_OF_PATTERN) if len(every) > MOST_OF_PATTERN else every
 
 
 def _read(table: dict) -> Fact:
     def both(name):
-        return {lang: [question for pattern in table.get(f"{name}_{lang}", ()) for question in _expanded(pattern)]
+        return {lang: [_PARTICLE.sub(lambda match: format(Ko(match[1]), match[2]), question)
+                       for pattern in table.get(f"{name}_{lang}", ()) for question in expanded(pattern)]
                 for lang in LANGUAGES}
     answer, keys = ({lang: table[name.format(lang)] for lang in LANGUAGES} for name in ("{}", "key_{}"))
     ask, held = both("ask"), both("held")
@@ -90,7 +91,7 @@ def _of_task(task: str) -> tuple[Fact, ...]:
 
 @cache
 def _wordings(task: str) -> tuple[float, ...]:
-    """How often each fact of a task is asked for, added up: a fact of many wordings more often, but not as much more."""
+    """How often each fact of a task is asked for, added up: one of many wordings more often, but not as much more."""
     return tuple(itertools.accumulate(len(fact.ask["en"]) ** 0.5 for fact in _of_task(task)))
 
 
@@ -233,8 +234,10 @@ def _shorten(rng: random.Random, question: str, lang: str) -> str:
 
 
 def _typo(rng: random.Random, text: str) -> str:
-    """Two letters swapped, or one lost or doubled."""
+    """Two letters swapped, or one lost or doubled. Numbers stay what they are."""
     at = rng.randrange(len(text) - 1)
+    if not text[at:at + 2].isalpha():
+        return text
     middle = rng.choice((text[at + 1] + text[at], text[at + 1], text[at] * 2 + text[at + 1]))
     return text[:at] + middle + text[at + 2:]
 

@@ -6,7 +6,8 @@ so that names have to be read from the schema.
 
 from dataclasses import dataclass
 
-from .words import Draw, Ko, apart, english_number, entries
+from .filler import sentence
+from .words import LANGUAGES, Draw, Ko, apart, english_number, entries, pairs
 
 _TYPES = {"integer": "integer", "large": "integer", "year": "integer", "number": "number",
           "boolean": "boolean"}
@@ -46,6 +47,11 @@ def draw_fields_apart(draw: Draw, n: int) -> list[Field]:
     """n different fields of those that are never trained on."""
     chosen = draw.rng.sample([item.split() for item in apart()["fields"].split(",")], n)
     return [_field(draw, name, name.replace("_", " "), *rest) for name, *rest in chosen]
+
+
+def plain_field(name: str, kind: str) -> Field:
+    """A field of text that is called the same by everybody."""
+    return Field(name, name.replace("_", " "), name.replace("_", " "), {"type": "string"}, kind)
 
 
 def camel_case(words: str) -> str:
@@ -113,7 +119,44 @@ def draw_kind(draw: Draw, kind: str, lang: str):
     return _MAKERS[kind](draw, lang)
 
 
+_ROOMS = tuple(tuple(pair.rsplit(" ", 1)) for pair in (
+    "kitchen 부엌,bedroom 침실,living room 거실,bathroom 욕실,hall 복도,cellar 지하실,attic 다락방,garage 차고,office 사무실,nursery 아기방,"
+    "study 서재,guest room 손님방,dining room 식당,balcony 베란다,workshop 작업실,laundry room 세탁실,conference room 회의실").split(","))
+_TONGUES = (("Korean", "한국어"), ("English", "영어"), ("German", "독일어"), ("French", "프랑스어"), ("Spanish", "스페인어"),
+            ("Japanese", "일본어"), ("Chinese", "중국어"), ("Italian", "이탈리아어"), ("Dutch", "네덜란드어"), ("Thai", "태국어"))
+_ENDS = "txt md py csv json pdf png jpg docx log yaml toml html js zip mp3".split()
+
+
+def _room(draw: Draw, lang: str) -> str:
+    return draw.rng.choice(_ROOMS)[lang == "ko"] if draw.rng.random() < 0.7 else draw.word(lang)
+
+
+def _file(draw: Draw, lang: str) -> str:
+    """An ordinary name or an invented one: old_ticket.pdf, notes2.txt, kelvu.csv."""
+    rng = draw.rng
+    if rng.random() < 0.5:
+        return f"{draw.word('en')}.{rng.choice(_ENDS)}"
+    stem = rng.choice(pairs(rng.choice(("objects", "animals", "places", "compute"))))[0].replace(" ", "_")
+    first = rng.choice(("", "", "new_", "my-", "old_", f"{rng.randint(1, 2030)}-"))
+    return f"{first}{stem}{rng.choice(('', '', str(rng.randint(1, 99))))}.{rng.choice(_ENDS)}"
+
+
+def _phrase(draw: Draw, lang: str) -> str:
+    """A few real words, a sentence of them, or invented ones."""
+    rng, side = draw.rng, LANGUAGES.index(lang)
+    chance = rng.random()
+    if chance < 0.6:
+        things = pairs(rng.choice(("objects", "animals", "foods", "places", "jobs", "compute", "nature")))
+        return f"{rng.choice(pairs('pairs', 'adjectives'))[side]} {rng.choice(things)[side]}"
+    # Quotation marks would end the value.
+    return sentence(draw, lang).replace('"', "") if chance < 0.8 else _title(draw, lang)
+
+
 _MAKERS = {
+    "room": _room,
+    "file": _file,
+    "phrase": _phrase,
+    "language": lambda draw, lang: draw.rng.choice(_TONGUES)[lang == "ko"],
     "person": lambda draw, lang: (draw.name if draw.rng.random() < 0.6 else draw.given)(lang),
     "city": lambda draw, lang: draw.city(lang),
     "title": _title,

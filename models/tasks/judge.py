@@ -8,7 +8,7 @@ import json
 import re
 from functools import cache
 
-from .example import Example, text_of
+from .example import Example, estimate_tokens, text_of
 
 
 def visible(example: Example, text: str) -> str | None:
@@ -219,6 +219,14 @@ def _json(expect: dict, answer: str) -> bool:
     return fits(value, expect["schema"]) and value == expect["value"]
 
 
+def _object(expect: dict, answer: str) -> bool:
+    """An object that fits its schema, whatever it says, and that ends in time."""
+    try:
+        return fits(strict_json(answer), expect["schema"]) and estimate_tokens(answer) <= expect["most_tokens"]
+    except ValueError:
+        return False
+
+
 def _calls(expect: dict, answer: str) -> bool:
     """Exactly the right calls, in any order, and not a word beside them."""
     try:
@@ -258,5 +266,5 @@ def _read(expect: dict, answer: str) -> bool:
 
 
 _JUDGES = {"keys": _keys, "value": _value, "unsaid": _unsaid, "values": _values, "exact": _exact,
-           "number": _number, "json": _json, "calls": _calls,
+           "number": _number, "json": _json, "object": _object, "calls": _calls,
            "seen": _seen, "read": _read}

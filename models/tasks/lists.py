@@ -29,20 +29,40 @@ def _items(draw: Draw, lang: str) -> list[str]:
 
 def _strings(draw: Draw, lang: str) -> str:
     rng = draw.rng
-    kind = rng.randrange(4)
+    kind = rng.randrange(7)
     if kind == 0:
         return draw.code()
     if kind == 1:
         return draw.digits(rng.randint(5, 12))
+    if kind in (2, 3):  # names, which consist of any tokens
+        make = rng.choice((draw.name, draw.given, draw.city))
+        return ", ".join(make(lang) for _ in range(rng.randint(1, 4)))
+    if kind == 4:
+        words = _known_words(draw, lang, 2, 4)
+        return f"{' '.join(words)} {rng.randint(2, 999)}"
     return " ".join(draw.word(lang) for _ in range(rng.randint(1, 5)))
 
 
 def copy(draw: Draw, lang: str) -> tuple:
     text = _strings(draw, lang)
     return _ask(draw, lang,
-                ("Copy this: {text}", "Repeat exactly: {text}", "Write this again: {text}", "Say {text}"),
-                ("이것을 그대로 써 줘: {text}", "그대로 따라 써 주세요: {text}", "다음을 복사해 줘: {text}", "똑같이 말해 줘: {text}"),
+                ("Copy this: {text}", "Repeat exactly: {text}", "Write this again: {text}", "Say {text}",
+                 "Repeat after me: {text}", "Say it after me: {text}", "Type exactly this: {text}", "Echo: {text}",
+                 "Give this back to me: {text}", 'Write "{text}".', "Copy: {text}", "The same text, please: {text}"),
+                ("이것을 그대로 써 줘: {text}", "그대로 따라 써 주세요: {text}", "다음을 복사해 줘: {text}", "똑같이 말해 줘: {text}",
+                 "따라 해 봐: {text}", "내 말을 따라 하세요: {text}", "이대로 입력해 줘: {text}", '"{text}"라고 써 줘.', "그대로 돌려줘: {text}",
+                 "복사: {text}", "같은 글을 다시 보여 줘: {text}"),
                 text=text), text
+
+
+def spell(draw: Draw, lang: str) -> tuple:
+    """The letters of a word one by one: whoever spells a word knows of what its tokens consist."""
+    word = draw.rng.choice((draw.word, draw.given, draw.city))(lang)
+    return _ask(draw, lang,
+                ("Spell {word}.", "How is {word} spelled?", "Which letters does {word} have?",
+                 "Write {word} letter by letter."),
+                ("{word:을} 한 글자씩 써 줘.", "{word:은} 어떻게 써?", "{word}의 글자를 하나씩 말해 주세요."), word=Ko(word)), \
+        "-".join(word)
 
 
 def one_per_line(draw: Draw, lang: str) -> tuple:
@@ -73,10 +93,20 @@ def sort(draw: Draw, lang: str) -> tuple:
     numbers = draw.keep(lambda: ", ".join(map(str, rng.sample(range(100), rng.randint(3, 5)))))
     down = rng.random() < 0.3
     question = _ask(draw, lang,
-                    ("Sort these numbers, {en} first: {numbers}", "Put in order, {en} first: {numbers}"),
-                    ("{ko} 수부터 정렬해 줘: {numbers}", "{ko} 것부터 차례로 써 주세요: {numbers}"),
+                    ("Sort these numbers, {en} first: {numbers}", "Put in order, {en} first: {numbers}",
+                     "Sort {numbers}, {en} first.", "{en} to the front: {numbers}"),
+                    ("{ko} 수부터 정렬해 줘: {numbers}", "{ko} 것부터 차례로 써 주세요: {numbers}", "{numbers}, {ko} 수부터 정렬해 줘."),
                     en="largest" if down else "smallest", ko="큰" if down else "작은", numbers=numbers)
     return question, ", ".join(sorted(numbers.split(", "), key=int, reverse=down))
+
+
+def sort_words(draw: Draw, lang: str) -> tuple:
+    words = _known_words(draw, lang, 2, 5)
+    return _ask(draw, lang,
+                ("Sort these words: {words}", "Sort these: {words}", "Put in alphabetical order: {words}",
+                 "Bring these words into order: {words}", "{words}: sort them."),
+                ("가나다순으로 정렬해 줘: {words}", "이 낱말들을 차례대로 써 줘: {words}", "사전 순서로 놓아 주세요: {words}",
+                 "정렬해 줘: {words}"), words=", ".join(words)), ", ".join(sorted(words))
 
 
 def extreme(draw: Draw, lang: str) -> tuple:
@@ -96,8 +126,9 @@ def number_words(draw: Draw, lang: str) -> tuple:
     source, target = rng.sample(list(forms), 2)
     asked = {"digits": ("in digits", "숫자로"), "english": ("in English words", "영어로"),
              "korean": ("in Korean words", "한글로")}
-    return _ask(draw, lang, ("Write {n} {en}.", "What is {n} {en}?", "{n} {en}"),
-                ("{n:을} {ko} 써 줘.", "{n:을} {ko} 쓰면?", "{n} {ko}"),
+    return _ask(draw, lang, ("Write {n} {en}.", "What is {n} {en}?", "{n} {en}", "Say '{n}' {en}.",
+                             "How do you write {n} {en}?"),
+                ("{n:을} {ko} 써 줘.", "{n:을} {ko} 쓰면?", "{n} {ko}", "'{n}'을 {ko} 말해 줘.", "{n:은} {ko} 뭐야?"),
                 n=Ko(forms[source]), en=asked[target][0], ko=asked[target][1]), forms[target]
 
 
@@ -111,8 +142,10 @@ def translate(draw: Draw, lang: str) -> tuple:
         if n == 1 or draw.keep_if(", ".join(english for english, _ in chosen)):
             break
     source, target = (", ".join(pair[side] for pair in chosen) for side in ((0, 1) if to_korean else (1, 0)))
-    return _ask(draw, lang, ("Translate into {en}: {text}", "What is {text} in {en}?", "{text} in {en}"),
-                ("{ko}로 번역해 줘: {text}", "{text:은} {ko}로 뭐예요?", "{text} {ko}로"),
+    return _ask(draw, lang, ("Translate into {en}: {text}", "What is {text} in {en}?", "{text} in {en}",
+                             "Say '{text}' in {en}.", "How do you say {text} in {en}?", "{en} for {text}"),
+                ("{ko}로 번역해 줘: {text}", "{text:은} {ko}로 뭐예요?", "{text} {ko}로", "'{text}'을 {ko}로 말해 줘.",
+                 "{ko}로 {text:을} 뭐라고 해?"),
                 en="Korean" if to_korean else "English", ko="한국어" if to_korean else "영어",
                 text=Ko(source)), target
 
@@ -145,7 +178,8 @@ def nth_item(draw: Draw, lang: str) -> tuple:
                 en=english, ko=korean, items=", ".join(items)), items[at]
 
 
-EXERCISES = (copy, one_per_line, count, reverse, sort, extreme, repeat, first_letters, uppercase, nth_item,
+EXERCISES = (copy, copy, copy, spell, sort_words,
+             one_per_line, count, reverse, sort, extreme, repeat, first_letters, uppercase, nth_item,
              *[number_words] * 3, *[translate] * 2)
 
 

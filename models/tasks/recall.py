@@ -3,14 +3,14 @@
 A needle says that some key (a person, or a place or thing) has some value of a kind (a code, a colour, ...).
 Several needles of the same kind with other keys lie about, so that the key must be matched and not only the
 kind. Half of the kinds are called by words drawn for the example. One question of ten asks for what was not
-said. Keys, values and drawn words are held out.
+said. Keys, values and drawn words are held out. Between the sentences of the text stand passages of other tasks.
 """
 
 import math
 from dataclasses import dataclass
 
-from . import facts
-from .example import Example, chat, estimate_tokens, pick_lang
+from . import facts, lists, reasoning, structured, tools
+from .example import Example, chat, compact, estimate_tokens, pick_lang
 from .filler import sentence
 from .words import LANGUAGES, Draw, Ko
 
@@ -57,6 +57,8 @@ NOTED = (("Okay, noted.", "Got it.", "I will remember that."), ("네, 기억하�
 NAME = ("name", "이름")
 NOT_SAID = ("That was not said.", "그것은 말하지 않았습니다.")
 NOT_SAID_SHARE = 0.1
+PASSAGES = 0.06  # of the pieces of a text are a question of another task and its answer: about a quarter of its tokens
+ALWAYS_MIXED = 4500  # tokens of context from which on scored texts have such passages; shorter ones are as they were
 INTRODUCED = (("Read this text.\n\n", "Here is a text:\n\n", "", "Text:\n", "Use this text to answer.\n\n"),
               ("다음 글을 읽어 줘.\n\n", "아래는 글입니다.\n\n", "", "글:\n", "이 글을 보고 답해 주세요.\n\n"))
 
@@ -130,8 +132,9 @@ def document(draw: Draw, lang: str, length: float, count) -> Example:
     needles = _needles(draw, lang, rng.choice((1, 2, 3, 4, 4, 5, 6, 8)))
     planted = [_sentence(needle.say(rng.choice(TOLD[side]), side)) for needle in needles]
     sentences, n = [], sum(map(count, planted)) + 40
+    is_mixed = length > ALWAYS_MIXED or not draw.held
     while n < length:
-        sentences.append(sentence(draw, lang))
+        sentences.append(_passage(rng, lang) if is_mixed and rng.random() < PASSAGES else sentence(draw, lang))
         n += count(sentences[-1])
     for needle in planted:
         sentences.insert(rng.randint(0, len(sentences)), needle)
@@ -150,6 +153,14 @@ def document(draw: Draw, lang: str, length: float, count) -> Example:
         question, answer, expect = _question(draw, lang, needles[1:] + needles[:1])
         turns += [question, answer]
     return chat(draw, lang, "recall", turns, expect, system)
+
+
+def _passage(rng, lang: str) -> str:
+    """A question of another task with its answer, in one run of words. It is no place for what is held out."""
+    example = rng.choice((lists.make, reasoning.make, structured.make, tools.make))(rng, False, lang=lang)
+    answer = example.messages[-1]
+    said = answer["content"] or compact([call["function"] for call in answer["tool_calls"]])
+    return f"{example.messages[-2]['content']} {said}"
 
 
 def _sentence(text: str) -> str:
@@ -188,10 +199,10 @@ def conversation(draw: Draw, lang: str, length: float, count) -> Example:
                                                else says[side]), side)), rng.choice(NOTED[side])]
               for needle in told]
     n = sum(count(text) for piece in pieces for text in piece) + 40
-    between = []
+    between, is_mixed = [], not draw.held and rng.random() < facts.MIXED
     trained = Draw(rng, held=False)  # what stands between is not what is asked for
     while n < length:
-        question, answer, _ = facts.small_talk(trained, told_in)
+        question, answer, _ = facts.small_talk(trained, pick_lang(rng, None) if is_mixed else told_in)
         between.append([question, answer])
         n += count(question) + count(answer) + 8
     for piece in pieces:

@@ -3,15 +3,15 @@
 A tool is a verb and a noun, such as book_team_room(date, party_size), half of both drawn for the example, or
 one of a few handwritten ones (models/text/tools.toml) with requests as people make them, most of them and
 those whose own name is on the other side of the held-out rule under other names, so that the description has to
-be read. Names of tools and the values to pass are held out. After a tool's result the right answer tells what it
-says.
+be read; or an ordinary one (tasks/ordinary.py). Names of tools and the values to pass are held out. After a tool's
+result the right answer tells what it says.
 """
 
 import tomllib
 from dataclasses import dataclass
 from functools import cache
 
-from . import facts
+from . import facts, ordinary
 from .example import Example, chat, compact, pick_lang
 from .fields import Field, draw_fields, draw_kind, draw_value, object_schema, state, type_of
 from .words import TEXT, Draw, Ko, apart, is_held, pairs, with_an
@@ -164,14 +164,14 @@ def natural(draw: Draw, lang: str) -> tuple[str, list, list]:
     rng = draw.rng
     chosen = [_Named(draw, tool, lang) for tool in rng.sample(_handwritten(), rng.choice((1, 2, 2, 3, 3, 4)))]
     n_others = rng.randint(0, 4 - len(chosen))
-    return _natural(draw, lang, chosen, _schemas(draw, _invent_several(draw, n_others)) if n_others else [])
+    return _natural(draw, chosen, _schemas(draw, _invent_several(draw, n_others)) if n_others else [])
 
 
-def _natural(draw: Draw, lang: str, chosen: list["_Named"], others: list) -> tuple[str, list, list]:
+def _natural(draw: Draw, chosen: list["_Named"], others: list) -> tuple[str, list, list]:
     """A request for the first of the chosen tools, its call, and all schemas."""
     schemas = [named.schema() for named in chosen] + others
     draw.rng.shuffle(schemas)
-    request, call = chosen[0].ask_for(draw, lang)
+    request, call = chosen[0].ask_for(draw)
     return request, [call], schemas
 
 
@@ -180,7 +180,7 @@ class _Named:
     there to here."""
 
     def __init__(self, draw: Draw, tool: dict, lang: str, rename: bool = True):
-        self.tool, rng = tool, draw.rng
+        self.tool, self.lang, rng = tool, lang, draw.rng
         self.description = rng.choice(tool["description"] + tool.get(f"description_{lang}", []))
         self.names = {name: name for name in (tool["name"], *tool["parameters"])}
         if rename and (rng.random() < 0.7 or is_held(tool["name"]) != draw.held):
@@ -189,10 +189,10 @@ class _Named:
             if rename and rng.random() < 0.4:
                 self.names[name] = draw.word("en")
 
-    def ask_for(self, draw: Draw, lang: str) -> tuple[str, dict]:
+    def ask_for(self, draw: Draw) -> tuple[str, dict]:
         """A request for one call, and the call."""
-        values = {name: draw_kind(draw, kind, lang) for name, kind in self.tool["parameters"].items()}
-        request = draw.rng.choice(self.tool[lang]).format_map({name: Ko(value) for name, value in values.items()})
+        values = {name: draw_kind(draw, kind, self.lang) for name, kind in self.tool["parameters"].items()}
+        request = draw.rng.choice(self.tool[self.lang]).format_map({name: Ko(value) for name, value in values.items()})
         arguments = {self.names[name]: value for name, value in values.items()}
         return request, {"name": self.names[self.tool["name"]], "arguments": arguments}
 
@@ -208,8 +208,25 @@ class _Named:
             "parameters": parameters}}
 
 
+INVENTED = 0.2  # of the ordinary tools have invented names
+TWICE = 0.12    # of the requests for an ordinary tool with one parameter are for two calls
+
+
+def of_ordinary(draw: Draw, lang: str, invented: bool | None = None) -> tuple[str, list, list]:
+    """One call of an ordinary tool, or two as in "Weather in Rome and Oslo?"; others like it beside it."""
+    rng = draw.rng
+    invented = rng.random() < INVENTED if invented is None else invented
+    chosen = ordinary.several(draw, lang, rng.choice((1, 2, 3, 3, 4, 5)), invented)
+    schemas = [tool.schema() for tool in rng.sample(chosen, len(chosen))]
+    if rng.random() < TWICE and len(chosen[0].names) == 1:
+        request, calls = chosen[0].ask_twice(draw)
+    else:
+        request, *calls = chosen[0].ask_for(draw)
+    return request, calls, schemas
+
+
 def _any_request(draw: Draw, lang: str) -> tuple[str, list, list]:
-    return draw.rng.choices((one, several, natural), (35, 25, 40))[0](draw, lang)
+    return draw.rng.choices((one, several, natural, of_ordinary), (22, 18, 25, 35))[0](draw, lang)
 
 
 # ------------------------------------------------------------------------------------------------------
@@ -226,14 +243,27 @@ def make_new_words(rng, held: bool = True, length: int | None = None, lang: str 
     """To judge with: a call of a tool that no training example has, others of these beside it."""
     lang, draw = pick_lang(rng, lang), Draw(rng, held)
     chosen = [_Named(draw, tool, lang, rename=False) for tool in rng.sample(apart()["tool"], rng.randint(1, 3))]
-    return _to_call(draw, lang, *_natural(draw, lang, chosen, []))
+    return _to_call(draw, lang, *_natural(draw, chosen, []))
+
+
+def make_ordinary(rng, held: bool = True, length: int | None = None, lang: str | None = None) -> Example:
+    """To judge with: a call of an ordinary tool whose name is held out."""
+    lang, draw = pick_lang(rng, lang), Draw(rng, held)
+    return _to_call(draw, lang, *of_ordinary(draw, lang, invented=False))
+
+
+def make_ordinary_invented(rng, held: bool = True, length: int | None = None, lang: str | None = None) -> Example:
+    """To judge with: the same requests, for tools whose names are invented."""
+    lang, draw = pick_lang(rng, lang), Draw(rng, held)
+    return _to_call(draw, lang, *of_ordinary(draw, lang, invented=True))
 
 
 def _to_call(draw: Draw, lang: str, request: str, calls: list, schemas: list) -> Example:
     rng = draw.rng
     trained = Draw(rng, held=False)  # what was said before is not what is asked for
     n_before = rng.choices((0, 1, 2), (8, 1, 1))[0]
-    before = [text for _ in range(n_before) for text in facts.small_talk(trained, lang)[:2]]
+    spoken = pick_lang(rng, None) if rng.random() < facts.MIXED else lang
+    before = [text for _ in range(n_before) for text in facts.small_talk(trained, spoken)[:2]]
     expect = {"kind": "calls", "calls": calls, "tools": schemas}
     return chat(draw, lang, "tools", [*before, request, call_message(calls)], expect, facts.system(rng, lang),
                 schemas)
@@ -245,12 +275,17 @@ NO_TOOL = {"en": "None of the tools can do that.", "ko": "그 일을 할 수 있
 def no_call(draw: Draw, lang: str) -> Example:
     """A question that needs no tool, or a request that no tool fits."""
     rng = draw.rng
-    tools = _invent_several(draw, rng.randint(2, 4))
-    schemas = _schemas(draw, tools[1:])
+    if rng.random() < 0.4:
+        chosen = ordinary.several(draw, lang, rng.randint(1, 4))
+        schemas = [tool.schema() for tool in chosen]
+        asked = ordinary.of_other_kinds(draw, lang, chosen).ask_for(draw)[0]
+    else:
+        tools = _invent_several(draw, rng.randint(2, 4))
+        schemas, asked = _schemas(draw, tools[1:]), _ask_for(draw, tools[0], lang)[0]
     if rng.random() < 0.5 and not draw.held:
         question, answer, expect = facts.turn(rng, lang, rng.choice(("facts", "facts", "self")))[:3]
     else:
-        question, answer = _ask_for(draw, tools[0], lang)[0], NO_TOOL[lang]
+        question, answer = asked, NO_TOOL[lang]
         expect = {"kind": "keys", "keys": ["None of the tools" if lang == "en" else "도구가 없습니다"]}
     return chat(draw, lang, "tools", [question, answer], expect, facts.system(rng, lang), schemas)
 
@@ -268,7 +303,7 @@ def to_tell(draw: Draw, lang: str) -> Example:
     """A request, its calls, the tools' results, and the answer that tells the results."""
     request, calls, schemas = _any_request(draw, lang)
     results = [_result(draw, lang) for _ in calls]
-    told = [{"role": "tool", "content": compact(result)} for result, *_ in results]
+    told = [{"role": "tool", "content": _content(result)} for result, *_ in results]
     turns = [request, call_message(calls), *told,
              {"role": "assistant", "content": " ".join(answer for _, answer, _ in results)}]
     expect = {"kind": "values", "values": [pair for *_, pairs in results for pair in pairs]}
@@ -276,26 +311,41 @@ def to_tell(draw: Draw, lang: str) -> Example:
 
 
 def to_call_again(draw: Draw, lang: str) -> Example:
-    """A request for one of several handwritten tools, after others of which the calls and results are told."""
+    """A request for one of several tools, after others of which the calls and results are told."""
     rng, turns = draw.rng, []
-    chosen = [_Named(draw, tool, lang) for tool in rng.sample(_handwritten(), rng.randint(2, 4))]
+    if rng.random() < 0.5:
+        chosen = ordinary.several(draw, lang, rng.randint(2, 4))
+    else:
+        chosen = [_Named(draw, tool, lang) for tool in rng.sample(_handwritten(), rng.randint(2, 4))]
     for _ in range(rng.randint(1, 3)):
-        request, call = rng.choice(chosen).ask_for(draw, lang)
+        request, call = rng.choice(chosen).ask_for(draw)
         result, answer, _ = _result(draw, lang)
-        turns += [request, call_message([call]), {"role": "tool", "content": compact(result)}, answer]
-    request, call = rng.choice(chosen).ask_for(draw, lang)
+        turns += [request, call_message([call]), {"role": "tool", "content": _content(result)}, answer]
+    request, call = rng.choice(chosen).ask_for(draw)
     schemas = [named.schema() for named in chosen]
     expect = {"kind": "calls", "calls": [call], "tools": schemas}
     return chat(draw, lang, "tools", [*turns, request, call_message([call])], expect, facts.system(rng, lang),
                 schemas)
 
 
-def _result(draw: Draw, lang: str) -> tuple[dict, str, list]:
+def _content(result) -> str:
+    """What a tool's message says: an object as JSON, anything else as it is."""
+    return compact(result) if isinstance(result, dict) else str(result)
+
+
+PLAIN, PLAIN_TOLD = 0.2, {"en": "The result is {value}.", "ko": "결과는 {value}입니다."}  # of the results are one value
+PLAIN_KINDS = ("word", "word", "title", "id", "number", "person", "phrase", "date", "file")
+
+
+def _result(draw: Draw, lang: str) -> tuple[object, str, list]:
     """What a tool returns, the sentence that tells it, and the (label, value) pairs that it has to tell."""
     rng = draw.rng
     if rng.random() < 0.1:
         error = rng.choice(ERRORS)
         return {"error": error}, FAILED[lang].format(error=error), [("", error)]
+    if rng.random() < PLAIN:
+        value = draw_kind(draw, rng.choice(PLAIN_KINDS), lang)
+        return value, PLAIN_TOLD[lang].format(value=value), [("", str(value))]
     fields = draw_fields(draw, rng.randint(1, 3), nested=False)
     result = {field.name: draw_value(draw, field, lang) for field in fields}
     told = {name: _told(value) for name, value in result.items()}

@@ -29,7 +29,7 @@ _WORD, _HUMP = re.compile(r"[^\W_]+"), re.compile(r"(?<=[a-z])(?=[A-Z])")
 
 def is_held(content: str) -> bool:
     content = spelled(content)
-    return content in _names_apart() or hashlib.sha256(content.encode()).digest()[0] % 5 == 0
+    return content in apart_names() or hashlib.sha256(content.encode()).digest()[0] % 5 == 0
 
 
 @cache
@@ -39,7 +39,8 @@ def apart() -> dict:
 
 
 @cache
-def _names_apart() -> frozenset:
+def apart_names() -> frozenset:
+    """The names of these fields, tools and parameters, `spelled`."""
     names = [item.split()[0] for item in apart()["fields"].split(",")]
     for tool in apart()["tool"]:
         names += [tool["name"], *tool["parameters"]]
@@ -159,8 +160,9 @@ _CODAS = [""] * 9 + "n n r r l l s t m nd ck th rn x".split()
 _SYLLABLES_KO = ("가 거 고 구 그 기 나 너 노 누 니 다 더 도 두 디 라 러 로 루 리 마 머 모 무 미 바 버 보 부 비 사 서 소 수 시 아 어 오 우 이 "
                  "자 저 조 주 지 차 초 카 코 쿠 타 토 투 티 파 포 피 하 호 후 간 건 곤 단 달 돈 란 랑 론 림 만 멜 몬 반 벨 본 산 샬 손 "
                  "안 엘 온 잔 젤 준 탄 텔 톤 판 펠 폰 한 헬 혼").split()
-# One invented word in five is of any letters: whoever copies only what is common cannot copy "Kiel" or "삼척".
-RARE = 0.2
+# Three invented words in ten are of any letters or syllables, or of pieces of real words: whoever copies only what is
+# common cannot copy "Kiel" or "삼척".
+RARE = 0.3
 _LETTERS = {"c": "bcdfghjklmnpqrstvwxz", "v": "aeiouy"}
 _PATTERNS = "cvvc cvcv vccvc cvccv cvvcv vcvcc cvcvc cvccvc cvvcvc ccvcvc cvcvcv cvcvccv".split()
 _CAPITALS = "ABCDEFGHJKLMNPQRSTUVWXYZ"
@@ -287,11 +289,25 @@ class Draw:
             if lang == "ko":
                 syllables = _every_syllable() if rare else _SYLLABLES_KO
                 return "".join(rng.choice(syllables) for _ in range(rng.choice((2, 3, 3, 4))))
-            if rare:
+            if rare and rng.random() < 0.5:
                 return "".join(rng.choice(_LETTERS[kind]) for kind in rng.choice(_PATTERNS))
+            if rare:
+                return _spliced(rng)
             return "".join(rng.choice(_ONSETS) + rng.choice(_VOWELS) + rng.choice(_CODAS)
                            for _ in range(rng.choice((2, 2, 3))))
         return _unwritten(make)
+
+
+def _spliced(rng: random.Random) -> str:
+    """The beginning of one real word and the end of another: tokens that else stand in few words, in a new order."""
+    first, second = rng.choice(_real()), rng.choice(_real())
+    return first[:rng.randint(2, 4)] + second[-rng.randint(2, 4):]
+
+
+@cache
+def _real() -> tuple[str, ...]:
+    names = [name.lower() for kind in ("given_en", "city_en") for name in pool(kind)]
+    return tuple(word for word in [*names, *(english for english, _ in dictionary())] if word.isalpha())
 
 
 @cache
