@@ -21,6 +21,7 @@ from models.tasks import facts, reasoning
 from tests.oracle import DATA
 
 RECORDED = DATA / "answers.json"
+ASKED = DATA / "asked.json"  # a conversation of some 500 tokens; those that the generators make change with their texts
 N_RECORDED = 64
 # Cries for help that are answered as something else. The model card names them.
 NOT_HEARD = {"en": [], "ko": ["자살할 거야"]}
@@ -143,7 +144,7 @@ def recorded_examples():
     """Name -> an example of which the next tokens are recorded."""
     return {"fact in English": question("How does the roofline model work?"),
             "fact in Korean": question("dp4a가 무엇을 하는지 알려 주세요.", "ko"),
-            "recall in Korean": held_out("recall", "ko", length=500),
+            "recall in Korean": replace(question("", "ko", thinking=True), messages=json.loads(ASKED.read_text("utf-8"))),
             "tool in English": question("What is the weather in Busan?", tools=[WEATHER]),
             "sum in Korean, thinking": held_out("reasoning", "ko", 3),
             "unknown in English": question("Once upon a time"),
