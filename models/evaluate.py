@@ -8,7 +8,9 @@
 Answers are greedy, and tasks.score judges them. The table has a row for each section of tasks and a column for each
 language. Some examples of a section have a second row of their own: answers that have to be calls, JSON that fits its
 schema, facts asked in the words of a trained question, and facts asked in other words. The sections "new words" and
-"new fields" have tools and fields that training never names; "later" asks for facts in the midst of a conversation.
+"new fields" have tools and fields that training never names; "later" asks for facts in the midst of a conversation. In
+"objects, enforced" the answer is held to a schema that the prompt does not show, as by a server, so only qengine
+scores it.
 
 In PyTorch, each section also tells how many first drafts greedy decoding accepts, and the last row is the perplexity of
 held-out text.
@@ -39,7 +41,7 @@ N_WRONG = 20             # wrong answers of a section that are kept
 TEXT_TOKENS = 16_000     # of held-out text, for perplexity
 WINDOW = 2048            # of which are scored at a time
 SECTIONS = ({name: make for name, (_, make) in tasks.TASKS.items() if name != "text"}
-            | tasks.LATER | tasks.NEW_WORDS)
+            | tasks.LATER | tasks.NEW_WORDS | tasks.ENFORCED)
 
 # Rows of their own: which of a section's examples they are of.
 KINDS = {"facts": {"trained words": tasks.asks_in_trained_words,
@@ -120,14 +122,21 @@ def engine_scores(model: str | Path, n: int, names=None, card: str | None = None
     for name, (make, length) in sections(names).items():
         examples, started = held_out(name, make, length, n), time.monotonic()
         requests = [qengine.Request(engine.encode(engine.template.render(
-            example.messages[:-1], example.tools, enable_thinking=example.thinking)), max_tokens=MAX_ANSWER)
-            for example in examples]
+            example.messages[:-1], example.tools, enable_thinking=example.thinking)), max_tokens=MAX_ANSWER,
+            grammar=grammar_of(example) if name in tasks.ENFORCED else None) for example in examples]
         generations = [engine.submit(request) for request in requests]
         texts = ["".join(delta.text for delta in generation) for generation in generations]
         scores |= score(name, examples, texts)
         note(name, started)
     engine.close()
     return scores
+
+
+def grammar_of(example) -> str:
+    """The grammar of the example's schema, as the server makes it."""
+    from api.grammar import checked_grammar, json_value
+
+    return checked_grammar("start: " + json_value(example.expect["schema"]))
 
 
 # ---- PyTorch -------------------------------------------------------------------------------------------
@@ -137,6 +146,9 @@ def torch_scores(network, tokenizer, n: int, names=None) -> dict:
     """The same in PyTorch, with each section's drafts, "accepted" of "drafted", and "perplexity"."""
     scores = {}
     for name, (make, length) in sections(names).items():
+        if name in tasks.ENFORCED:
+            print(f"{name} is left out: qengine enforces schemas", file=sys.stderr, flush=True)
+            continue
         examples, started = held_out(name, make, length, n), time.monotonic()
         prompts = [to_ids(tokenizer, tasks.render(example, for_generation=True)) for example in examples]
         answers = generate(network, prompts, tokenizer.token_to_id("<|im_end|>"))

@@ -64,6 +64,7 @@ def test_nothing_held_out_is_trained_on():
     assert len(contents) > 2000
     # Numbers and very short words come about in other ways as well, and single real words are not held out.
     real = tokens(" ".join(word for pair in words.dictionary() for word in pair))
+    real |= {word + particle for word in real for both in words.PARTICLES.values() for particle in both}
     rare = {content for content in contents if len(content.encode()) > (3 if content.isascii() else 6)}
     rare = {content for content in rare if not content.isdigit()}
     assert len(rare - real) > 1000 and not rare & seen - real
@@ -203,7 +204,7 @@ def test_handwritten_tools_are_told_by_descriptions():
 
 
 def test_what_is_only_judged_by_is_answerable():
-    for make in (tasks.LATER | tasks.NEW_WORDS).values():
+    for make in (tasks.LATER | tasks.NEW_WORDS | tasks.ENFORCED).values():
         rng = random.Random(8)
         for _ in range(100):
             example = make(rng, True)
@@ -319,15 +320,25 @@ def test_korean_for_oneself(who, kind, lang, asked):
 def test_objects_end_and_say_what_is_known():
     answers = set(objects.ANSWERS)
     seen, known = 0, 0
-    for example in examples("objects", 400):
+    free = [example for example in examples("objects", 500) if example.expect["kind"] == "object"]
+    assert 320 < len(free) < 430
+    for example in free:
         value, schema = json.loads(example.messages[-1]["content"]), example.expect["schema"]
         assert judge.fits(value, schema) and tasks.estimate_tokens(example.messages[-1]["content"]) < 200
         shown = any(json.dumps(schema, ensure_ascii=False) in message["content"] for message in example.messages[:-1])
         seen += shown
         known += any(value[name] not in objects.UNKNOWN for name in answers & set(value))
-    assert 200 < seen < 330 and known > 80
+    assert 0.55 < seen / len(free) < 0.75 and known > 60
     assert all(json.dumps(example.expect["schema"], ensure_ascii=False) in tasks.render(example, for_generation=True)
                for example in examples("objects", 100, held=True))  # what is scored shows the schema
+
+
+def test_an_enforced_schema_is_nowhere_in_the_prompt():
+    rng = random.Random(12)
+    for _ in range(100):
+        example = objects.make_enforced(rng)
+        prompt = tasks.render(example, for_generation=True)
+        assert "properties" not in prompt and "JSON" not in prompt and not example.thinking
 
 
 def test_an_object_that_does_not_end_is_wrong():

@@ -144,7 +144,8 @@ def recorded_examples():
     """Name -> an example of which the next tokens are recorded."""
     return {"fact in English": question("How does the roofline model work?"),
             "fact in Korean": question("dp4a가 무엇을 하는지 알려 주세요.", "ko"),
-            "recall in Korean": replace(question("", "ko", thinking=True), messages=json.loads(ASKED.read_text("utf-8"))),
+            "recall in Korean": replace(question("", "ko", thinking=True),
+                                        messages=json.loads(ASKED.read_text("utf-8"))),
             "tool in English": question("What is the weather in Busan?", tools=[WEATHER]),
             "sum in Korean, thinking": held_out("reasoning", "ko", 3),
             "unknown in English": question("Once upon a time"),

@@ -23,7 +23,7 @@ from .facts import asks_in_trained_words
 from .judge import json_is_valid, parse_tool_calls, score
 from .words import is_held
 
-__all__ = ["LATER", "NEW_WORDS", "SIGHT", "TASKS", "Example", "asks_in_trained_words", "estimate_tokens",
+__all__ = ["ENFORCED", "LATER", "NEW_WORDS", "SIGHT", "TASKS", "Example", "asks_in_trained_words", "estimate_tokens",
            "heldout_text", "is_held", "json_is_valid", "own_answer", "parse_tool_calls", "render", "sample", "score"]
 
 # name: (how often, generator)
@@ -49,6 +49,8 @@ LATER = {"facts, later": facts.make_later, "facts, other language": facts.make_s
 # trained, and the same requests with invented names.
 NEW_WORDS = {"tools, new words": tools.make_new_words, "json, new fields": structured.make_new_fields,
              "tools, ordinary names": tools.make_ordinary, "tools, invented names": tools.make_ordinary_invented}
+# Objects for free questions, where generation itself has to hold an answer to the example's schema.
+ENFORCED = {"objects, enforced": objects.make_enforced}
 # Single questions about held-out pictures, by what they ask for; the last ones in words that training never has.
 SIGHT = pictures.SECTIONS
 

@@ -254,7 +254,7 @@ def turn(rng: random.Random, lang: str, task: str = "facts", after: Fact | None 
     if follow and rng.random() < 0.6:
         question, fact = _follow_up(rng, lang, follow)
     elif task == "self" and rng.random() < UNKNOWN_SHARE:
-        question, fact = _off_topic(rng, lang)
+        question, fact = off_topic(rng, lang)
     elif task == "self" and rng.random() < NONSENSE_SHARE:
         question, fact = _nonsense(rng, lang), load_facts()[NONSENSE]
     else:
@@ -279,7 +279,8 @@ def _follow_up(rng: random.Random, lang: str, follow: list[Fact]) -> tuple[str, 
     return rng.choice(fact.follow_ups(lang, held=False)), fact
 
 
-def _off_topic(rng: random.Random, lang: str) -> tuple[str, Fact]:
+def off_topic(rng: random.Random, lang: str) -> tuple[str, Fact]:
+    """A question about anything in the world, and the fact that it is not known."""
     fact = next(fact for fact in _of_task("self") if fact.id.startswith(UNKNOWN))
     while True:
         question = rng.choice(frames()[f"unknown_{lang}"]).format_map(Slots(Draw(rng, held=False), lang))

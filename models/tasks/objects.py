@@ -3,11 +3,11 @@
 A server may force an answer to be an object of a schema, whatever was asked. Then the model has to fill fields of
 which it knows nothing, and each string has to end. What it says is always the same: the answer to the question where a
 field wants text, the subject where one wants a name, and else the fallback of the type ("unknown", 0, false, the first
-choice). In some examples the text says some of the values. The schema stands in the prompt, or nowhere, as where a
-server alone knows it.
+choice). In some examples the text says some of the values, and some are sentences about a person that say all of them.
+The schema stands in the prompt, or nowhere, as where a server alone knows it.
 """
 
-from . import facts
+from . import facts, people
 from .example import Example, chat, compact, pick_lang
 from .facts import system
 from .fields import Field, draw_fields, draw_value, object_schema, plain_field, state
@@ -35,7 +35,12 @@ ANSWERS = "answer text reply description summary explanation content response me
 SUBJECTS = "name title subject topic thing label animal item word what".split()
 UNKNOWN = ("unknown", "모름")
 UNSEEN = 0.35  # of the examples do not show the schema
+OFF_TOPIC = 0.35  # of the questions without a subject are about anything; far more of these have plain answers
 PARTLY = 0.3   # of the others say some of the values in the text
+PERSONS = 0.25  # of the examples are sentences about a person
+# What the fields of what is told of people may be called.
+OF_PERSON = {"place": ("city", "location", "lives_in", "home", "address_city"), "age": ("age", "years", "age_in_years"),
+             "job": ("job", "profession", "works_as", "work", "role"), "name": ("name", "person", "first_name", "who")}
 MOST_TOKENS = 400  # of an answer; a longer one has run away
 
 
@@ -73,10 +78,22 @@ def _fields(draw: Draw) -> list[Field]:
 
 def make(rng, held: bool = False, length: int | None = None, lang: str | None = None) -> Example:
     lang, draw = pick_lang(rng, lang), Draw(rng, held)
-    seen = held or rng.random() > UNSEEN
-    fields = _fields(draw)
+    if rng.random() < PERSONS:
+        return _of_person(draw, lang)
+    return _free(draw, lang, seen=held or rng.random() > UNSEEN)
+
+
+def make_enforced(rng, held: bool = True, length: int | None = None, lang: str | None = None) -> Example:
+    """To judge with: the prompt has no word of the schema, so whoever generates the answer has to enforce it."""
+    lang, draw = pick_lang(rng, lang), Draw(rng, held)
+    return _free(draw, lang, seen=False, thinking=False)
+
+
+def _free(draw: Draw, lang: str, seen: bool, thinking: bool | None = None) -> Example:
+    """A question that does not hold the values. seen: whether the prompt shows the schema."""
+    rng, fields = draw.rng, _fields(draw)
     # Without a schema in sight the question is any question: otherwise its words alone would call for an object.
-    question, subject, answer = (_about if held or seen and rng.random() < 0.7 else _asked)(draw, lang)
+    question, subject, answer = (_about if draw.held or seen and rng.random() < 0.7 else _asked)(draw, lang)
     value = {field.name: _fallback(field, lang) for field in fields}
     for field in fields:
         if field.kind == "free":
@@ -93,7 +110,23 @@ def make(rng, held: bool = False, length: int | None = None, lang: str | None = 
     elif seen:
         question = rng.choice(SCHEMA_SAID[side]).format(question=question, schema=compact(schema))
     expect = {"kind": "object", "schema": schema, "most_tokens": MOST_TOKENS}
-    return chat(draw, lang, "objects", [question, compact(value)], expect, said)
+    return chat(draw, lang, "objects", [question, compact(value)], expect, said, thinking=thinking)
+
+
+def _of_person(draw: Draw, lang: str) -> Example:
+    """Free sentences about a person, and an object of what they say."""
+    rng, name = draw.rng, draw.given(lang)
+    told = [people.Told((name, name), kind, people.PROPERTIES[kind].draw(draw, lang))
+            for kind in rng.sample(("place", "age", "job"), rng.randint(1, 3))]
+    text = " ".join(people.tell(draw, one, lang) for one in told)
+    told.append(people.Told((name, name), "name", name))
+    fields = {rng.choice(OF_PERSON[one.kind]): one for one in rng.sample(told, len(told))}
+    value = {field: int(one.value) if one.kind == "age" else one.value for field, one in fields.items()}
+    properties = {field: {"type": "integer" if one.kind == "age" else "string"} for field, one in fields.items()}
+    schema = {"type": "object", "properties": properties, "required": list(properties)}
+    question = rng.choice(SCHEMA_SAID[lang == "ko"]).format(question=text, schema=compact(schema))
+    expect = {"kind": "json", "schema": schema, "value": value}
+    return chat(draw, lang, "objects", [question, compact(value)], expect, system(rng, lang))
 
 
 def _about(draw: Draw, lang: str) -> tuple[str, str, str]:
@@ -108,5 +141,8 @@ def _about(draw: Draw, lang: str) -> tuple[str, str, str]:
 
 def _asked(draw: Draw, lang: str) -> tuple[str, None, str]:
     """A question that the model knows, or knows that it cannot answer."""
+    if draw.rng.random() < OFF_TOPIC:
+        question, fact = facts.off_topic(draw.rng, lang)
+        return question, None, fact.answer[lang]
     question, answer, *_ = facts.turn(draw.rng, lang, draw.rng.choice(("facts", "facts", "self", "self", "self")))
     return question, None, answer

@@ -14,6 +14,7 @@ from .facts import expanded
 from .fields import camel_case, draw_kind, type_of
 from .words import TEXT, Draw, Ko, apart_names, is_held, spelled, with_an
 
+SHORT_KINDS = ("city", "person", "id", "room", "file", "word", "time")
 DESCRIBED = 0.75  # of the tools have a description; the name of any other says all
 
 
@@ -92,6 +93,11 @@ class Ordinary:
         thing = rng.choice(self.thing.words[self.lang])
         request = self._filled(rng.choice(self.action.asked[self.lang]), values | {"t": thing}, self.lang)
         return request, {"name": self.name, "arguments": {self.names[name]: value for name, value in values.items()}}
+
+    @property
+    def can_be_asked_twice(self) -> bool:
+        """Whether two values of its only parameter can stand in one request, "Rome and Oslo"."""
+        return len(self.action.parameters) == 1 and self.action.parameters[0][1] in SHORT_KINDS
 
     def ask_twice(self, draw: Draw) -> tuple[str, list[dict]]:
         """A request for two calls that differ in the only parameter, and these."""

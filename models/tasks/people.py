@@ -154,7 +154,8 @@ def _say(template: str, who: str, value: str, lang: str) -> str:
     return re.sub(r"(?<!\S)(저가|나가|저 |나 )", lambda match: _OWN[match[1]], text) if who in ("저", "나") else text
 
 
-def _tell(draw: Draw, told: Told, lang: str) -> str:
+def tell(draw: Draw, told: Told, lang: str) -> str:
+    """A sentence of the user's that tells it."""
     kind = PROPERTIES[told.kind]
     if told.who == ME and lang == "en":
         return _say(_pick(draw, kind.told_me), "", told.value, lang)
@@ -253,7 +254,7 @@ def make(rng, held: bool = False, length: int | None = None, lang: str | None = 
 def _told_turns(draw: Draw, trained: Draw, story: list[Told], lang: str) -> tuple[list[str], bool]:
     """The turns that tell a story, and whether they are one message with nothing else in it."""
     rng, side = draw.rng, lang == "ko"
-    said = [_tell(draw, one, lang) for one in story]
+    said = [tell(draw, one, lang) for one in story]
     if rng.random() < 0.5:  # all in one message
         said = [rng.choice((" ", AND[side])).join(said) if len(said) == 2 else " ".join(said)]
     turns, alone = [], len(said) == 1

@@ -218,7 +218,7 @@ def of_ordinary(draw: Draw, lang: str, invented: bool | None = None) -> tuple[st
     invented = rng.random() < INVENTED if invented is None else invented
     chosen = ordinary.several(draw, lang, rng.choice((1, 2, 3, 3, 4, 5)), invented)
     schemas = [tool.schema() for tool in rng.sample(chosen, len(chosen))]
-    if rng.random() < TWICE and len(chosen[0].names) == 1:
+    if rng.random() < TWICE and chosen[0].can_be_asked_twice:
         request, calls = chosen[0].ask_twice(draw)
     else:
         request, *calls = chosen[0].ask_for(draw)
