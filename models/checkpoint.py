@@ -1,4 +1,4 @@
-"""Checkpoints of a training run: a network, its tokenizer, and what it takes to go on training.
+"""Checkpoints of a training run: a network, its tower, its tokenizer, and what it takes to go on training.
 
 A checkpoint on the disk is a folder of files of at most 16 MB: part-0.safetensors, part-1.safetensors, ...,
 tokenizer.json and state.json.
@@ -12,6 +12,7 @@ import safetensors.torch
 import tokenizers
 
 from models.network import Network, Shape
+from models.tower import Tower, TowerShape
 
 PART_BYTES = 15_000_000      # of a checkpoint's file
 
@@ -26,6 +27,7 @@ class Checkpoint:
     minutes: float = 0.0                                       # of training
     history: list = dataclasses.field(default_factory=list)    # points as `train` makes them
     optimizer: dict = dataclasses.field(default_factory=dict)  # Optimizer.tensors()
+    tower: Tower | None = None                                 # a network that is blind has none
 
 
 def save_checkpoint(folder: str | Path, checkpoint: Checkpoint):
@@ -37,6 +39,8 @@ def save_checkpoint(folder: str | Path, checkpoint: Checkpoint):
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {f"network.{name}": p.detach().half() for name, p in checkpoint.network.named_parameters()}
+    if checkpoint.tower is not None:
+        tensors |= {f"tower.{name}": p.detach().half() for name, p in checkpoint.tower.named_parameters()}
     tensors |= {f"optimizer.{name}": t.bfloat16() for name, t in checkpoint.optimizer.items()}
     parts, size = [{}], 0
     for name, tensor in tensors.items():
@@ -51,6 +55,8 @@ def save_checkpoint(folder: str | Path, checkpoint: Checkpoint):
     state = {"shape": dataclasses.asdict(checkpoint.network.shape), "parts": len(parts),
              "seed": checkpoint.seed, "step": checkpoint.step, "minutes": checkpoint.minutes,
              "history": checkpoint.history}
+    if checkpoint.tower is not None:
+        state["tower"] = dataclasses.asdict(checkpoint.tower.shape)
     (folder / "state.json").write_text(json.dumps(state))
 
 
@@ -63,10 +69,14 @@ def load_checkpoint(folder: str | Path) -> Checkpoint:
         tensors |= safetensors.torch.load_file(folder / f"part-{i}.safetensors")
     network = Network(Shape(**state["shape"]))
     network.load_parameters(_starting(tensors, "network."))
+    tower = None
+    if "tower" in state:
+        tower = Tower(TowerShape(**state["tower"]))
+        tower.load_state_dict(_starting(tensors, "tower."))
     optimizer = _starting(tensors, "optimizer.")
     tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
     return Checkpoint(network, tokenizer, state["seed"], state["step"], state["minutes"], state["history"],
-                      optimizer)
+                      optimizer, tower)
 
 
 def _starting(tensors: dict, prefix: str) -> dict:

@@ -1,17 +1,18 @@
-"""From examples to training rows: the tokenizer and its training, and documents packed into rows of tokens.
+"""From examples to training rows: the tokenizer and its training, documents packed into rows of tokens, and their
+pictures packed into rows of patches.
 
-Row n is a function of the seed and n alone, so that training resumes where it stopped, whatever the number of
-worker processes. This file needs no PyTorch.
+A unit of rows is a function of the seed, its number and its sizes alone, so that training resumes where it stopped,
+whatever the number of worker processes. This file needs no PyTorch.
 """
 
 import collections
-import dataclasses
 import itertools
 import math
 import multiprocessing
 import os
 import random
 import re
+from typing import NamedTuple
 
 import numpy as np
 import tokenizers
@@ -36,10 +37,14 @@ ANSWER = re.compile(r"(<\|im_start\|>assistant\n(?:<think>\n(?:\n</think>\n\n)?)
                     re.DOTALL)
 THINKING_PROMPT = "<|im_start|>assistant\n<think>\n"
 
-ROW_TOKENS = 4608
-UNIT_ROWS = 8                # rows that are packed together by one worker
-PADDING, TEXT, TARGET = 0, 1, 2  # what a token is to the loss; a target is part of an answer
+PAD = "<|image_pad|>"        # stands for a picture in the text, and for each 32 x 32 pixels of it in a row
+PADDING, TEXT, TARGET = 0, 1, 2  # what a token is to the loss; a target is part of an answer; a picture is padding
 SHORTEST_CONTEXT = 200
+UNIT_TOKENS = 36_864         # of the rows that are packed together by one worker
+UNIT_PICTURE_ROWS = 4        # of a unit
+PICTURE_ROW = 576            # tokens of a row of pictures: as many as four of 384 x 384 pixels have
+SIZE, MERGE = 16, 2          # pixels of a patch and patches of a token, across and down
+MISSES = 4                   # examples that find no room, after which a unit counts as full
 
 
 # ---- tokenizer -----------------------------------------------------------------------------------------
@@ -103,18 +108,48 @@ def encode(tokenizer: Tokenizer, text: str, thinking: bool) -> tuple[list[int], 
 # ---- packing -------------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass
-class Rows:
-    """Packed documents; all arrays int32 [rows, tokens]."""
+class Layout(NamedTuple):
+    """The sizes of a unit of rows."""
 
-    ids: np.ndarray
+    n_rows: int
+    n_tokens: int       # of a row
+    picture_rows: int   # of PICTURE_ROW tokens, 4 patches each
+
+    @classmethod
+    def of(cls, n_tokens: int) -> "Layout":
+        """Of rows of so many tokens, as many as UNIT_TOKENS allow."""
+        return cls(UNIT_TOKENS // n_tokens, n_tokens, UNIT_PICTURE_ROWS)
+
+
+class Rows(NamedTuple):
+    """Packed documents and their pictures."""
+
+    ids: np.ndarray       # int32 [rows, tokens], as the next three
     position: np.ndarray  # within the document
     kind: np.ndarray      # PADDING, TEXT or TARGET
     task: np.ndarray      # index in tasks.TASKS
+    rope: np.ndarray      # int32 [rows, 3, tokens]: rotary positions of time, height and width
+    patches: np.ndarray   # uint8 [picture rows, P, 768]: all of red, then green, then blue
+    grid: np.ndarray      # int16 [picture rows, P, 5], see models/tower.py
+    places: np.ndarray    # int32 [picture rows, P / 4]: of each token of the pictures among those of all rows, or -1
 
     @staticmethod
     def join(parts: list["Rows"]) -> "Rows":
-        return Rows(*(np.concatenate(arrays) for arrays in zip(*map(dataclasses.astuple, parts))))
+        *arrays, places = zip(*parts)
+        n_tokens = parts[0].ids.size
+        moved = [np.where(place < 0, -1, place + i * n_tokens) for i, place in enumerate(places)]
+        return Rows(*map(np.concatenate, arrays), np.concatenate(moved).astype(np.int32))
+
+
+class Document(NamedTuple):
+    """A tokenized example. The tokens of a picture are a run of pads."""
+
+    ids: np.ndarray         # [n], as `kinds`
+    kinds: np.ndarray
+    rope: np.ndarray        # [3, n]
+    task: int
+    pictures: tuple         # (first token, Picture) each
+    n_seen: int             # tokens of all pictures
 
 
 def draw(rng: random.Random, longest: int) -> tuple["tasks.Example", int]:
@@ -126,35 +161,115 @@ def draw(rng: random.Random, longest: int) -> tuple["tasks.Example", int]:
     return make(rng, False, int(length)), index
 
 
-def pack(tokenizer: Tokenizer, seed: int, unit: int, longest: int, n_rows: int = UNIT_ROWS,
-         n_tokens: int = ROW_TOKENS) -> Rows:
-    """One unit of rows: each document goes into the first row with room, until several found none."""
+def document_of(tokenizer: Tokenizer, example: "tasks.Example", task: int) -> Document:
+    """Behind p rotary positions a picture of rows x columns tokens has time p, height p + row and width p + column, and
+    what follows goes on at p + max(rows, columns), as engine/sight.py has it."""
+    ids, kinds = (np.array(each, np.int32) for each in encode(tokenizer, tasks.render(example), example.thinking))
+    if not example.pictures:
+        return Document(ids, kinds, np.broadcast_to(np.arange(len(ids)), (3, len(ids))), task, (), 0)
+    sizes = [[side // (SIZE * MERGE) for side in picture.size] for picture in example.pictures]
+    pads, repeats = np.flatnonzero(ids == tokenizer.token_to_id(PAD)), np.ones_like(ids)
+    if len(pads) != len(sizes):
+        raise ValueError(f"a text with {len(pads)} places for pictures, and there are {len(sizes)}")
+    repeats[pads] = [rows * columns for rows, columns in sizes]
+    kinds[pads] = PADDING
+    ids, kinds, starts = ids.repeat(repeats), kinds.repeat(repeats), (repeats.cumsum() - repeats)[pads]
+    rope = np.tile(np.arange(len(ids)), (3, 1))
+    for start, (rows, columns) in zip(starts, sizes):
+        end = start + rows * columns
+        rope[:, start:end] = rope[0, start]
+        rope[1:, start:end] += np.divmod(np.arange(rows * columns), columns)
+        rope[:, end:] -= rows * columns - max(rows, columns)
+    return Document(ids, kinds, rope, task, tuple(zip(starts.tolist(), example.pictures)), int(repeats[pads].sum()))
+
+
+class Shelves:
+    """Rows that fill up: each thing goes into the first row with room."""
+
+    def __init__(self, n_rows: int, size: int):
+        self.size, self.free = size, [size] * n_rows
+
+    def place(self, sizes: list[int]) -> list[tuple[int, int]] | None:
+        """(row, place in it) of each of the sizes, or None, and nothing is placed, where one finds no room."""
+        free, found = list(self.free), []
+        for size in sizes:
+            row = next((i for i, room in enumerate(free) if room >= size), None)
+            if row is None:
+                return None
+            found.append((row, self.size - free[row]))
+            free[row] -= size
+        self.free = free
+        return found
+
+
+def pack(tokenizer: Tokenizer, seed: int, unit: int, longest: int, layout: Layout) -> Rows:
+    """One unit of rows, full when several documents have found no room for their tokens. Documents whose pictures find
+    none are left out; they are no sign of that, until there are ten times as many."""
     rng = random.Random(f"{seed} {unit}")
-    rows, misses = [[] for _ in range(n_rows)], 0
-    free = [n_tokens] * n_rows
-    while misses < 4:
-        example, task = draw(rng, longest)
-        ids, kinds = encode(tokenizer, tasks.render(example), example.thinking)
-        row = next((i for i, room in enumerate(free) if room >= len(ids)), None)
-        if row is None:
-            misses += 1
+    rows, shelves = _empty(layout), Shelves(layout.n_rows, layout.n_tokens)
+    pictures, n_pictures = Shelves(layout.picture_rows, PICTURE_ROW), 0
+    misses = crowded = 0
+    while misses < MISSES and crowded < 10 * MISSES:
+        document = document_of(tokenizer, *draw(rng, longest))
+        before = pictures.free
+        seats = pictures.place([size_of(picture) for _, picture in document.pictures])
+        spot = None if seats is None else shelves.place([len(document.ids)])
+        if spot is None:
+            pictures.free = before
+            misses, crowded = misses + (seats is not None), crowded + (seats is None)
             continue
-        rows[row].append((ids, kinds, task))
-        free[row] -= len(ids)
-    return _to_arrays(rows, n_tokens)
+        (row, start), = spot
+        _put(rows, document, row, start)
+        for (first, picture), seat in zip(document.pictures, seats):
+            _put_picture(rows, picture, seat, row * layout.n_tokens + start + first, n_pictures)
+            n_pictures += 1
+    for row, room in enumerate(shelves.free):   # the rest of a row is a document of zeros that counts for nothing
+        rows.position[row, layout.n_tokens - room:] = rows.rope[row, :, layout.n_tokens - room:] = range(room)
+    return rows
 
 
-def _to_arrays(rows: list, n_tokens: int) -> Rows:
-    """A row's rest is a document of zeros that counts for nothing."""
-    unit = Rows(*(np.zeros((len(rows), n_tokens), np.int32) for _ in range(4)))
-    for i, documents in enumerate(rows):
-        end = 0
-        for ids, kinds, task in documents:
-            place = (i, slice(end, end := end + len(ids)))
-            unit.ids[place], unit.kind[place], unit.task[place] = ids, kinds, task
-            unit.position[place] = range(len(ids))
-        unit.position[i, end:] = range(n_tokens - end)
-    return unit
+def size_of(picture) -> int:
+    """Tokens of a picture."""
+    height, width = picture.size
+    return height * width // (SIZE * MERGE) ** 2
+
+
+def _empty(layout: Layout) -> Rows:
+    tokens, patches = (layout.n_rows, layout.n_tokens), (layout.picture_rows, PICTURE_ROW * MERGE ** 2)
+    grid = np.full((*patches, 5), -1, np.int16)     # what is in no picture sees its like alone
+    rope = np.zeros((layout.n_rows, 3, layout.n_tokens), np.int32)
+    pixels = np.zeros((*patches, 3 * SIZE ** 2), np.uint8)
+    return Rows(*(np.zeros(tokens, np.int32) for _ in range(4)), rope, pixels, grid,
+                np.full((layout.picture_rows, PICTURE_ROW), -1, np.int32))
+
+
+def _put(rows: Rows, document: Document, row: int, start: int):
+    place = slice(start, start + len(document.ids))
+    rows.ids[row, place], rows.kind[row, place], rows.task[row, place] = document.ids, document.kinds, document.task
+    rows.position[row, place] = range(len(document.ids))
+    rows.rope[row, :, place] = document.rope
+
+
+def _put_picture(rows: Rows, picture, seat: tuple[int, int], first: int, number: int):
+    """first: the place of the picture's first token among those of all rows."""
+    row, at = seat
+    pixels = picture.draw()
+    patches, places = cut(pixels)
+    span = slice(at * MERGE ** 2, at * MERGE ** 2 + len(patches))
+    rows.patches[row, span] = patches
+    rows.grid[row, span, :2], rows.grid[row, span, 2:4] = places, np.array(pixels.shape[:2]) // SIZE
+    rows.grid[row, span, 4] = number
+    rows.places[row, at:at + size_of(picture)] = range(first, first + size_of(picture))
+
+
+def cut(pixels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The patches [n, 768] of a picture uint8 [height, width, 3], block after block of 2 x 2 (kernels/patches.py), and
+    their places [n, 2], row and column."""
+    height, width = (side // (SIZE * MERGE) for side in pixels.shape[:2])
+    blocks = (height, MERGE, SIZE, width, MERGE, SIZE, 3)
+    patches = pixels.reshape(blocks).transpose(0, 3, 1, 4, 6, 2, 5).reshape(-1, 3 * SIZE * SIZE)
+    places = np.stack(np.mgrid[:height * MERGE, :width * MERGE], 2)
+    return patches, places.reshape(height, MERGE, width, MERGE, 2).swapaxes(1, 2).reshape(-1, 2)
 
 
 # ---- workers -------------------------------------------------------------------------------------------
@@ -173,19 +288,14 @@ def _pack_in_worker(*arguments) -> Rows:
 
 
 class Batches:
-    """Iterates over batches of n_rows rows of n_tokens, made ahead by worker processes.
+    """Iterates over batches of n_units units of rows, made ahead by worker processes.
 
     longest: function of the step -> tokens of the longest context, roughly.
-    Raises ValueError where the rows are more than a unit and no whole units.
     """
 
-    def __init__(self, tokenizer: Tokenizer, seed: int, first_step: int, n_rows: int, n_workers: int,
-                 longest, n_tokens: int = ROW_TOKENS):
-        self.size = min(n_rows, UNIT_ROWS), n_tokens
-        if n_rows < 1 or n_rows % self.size[0]:
-            raise ValueError(f"a step has up to {UNIT_ROWS} rows or a multiple of that, not {n_rows}")
-        n_units = n_rows // self.size[0]
-        self.seed, self.n_units, self.longest = seed, n_units, longest
+    def __init__(self, tokenizer: Tokenizer, seed: int, first_step: int, n_units: int, n_workers: int,
+                 longest, layout: Layout):
+        self.seed, self.n_units, self.longest, self.layout = seed, n_units, longest, layout
         self.units = itertools.count(first_step * n_units)
         self.pool = multiprocessing.get_context("spawn").Pool(n_workers, _start_worker, [tokenizer.to_str()])
         self.pending = collections.deque(self._submit() for _ in range(4 * n_units + 2 * n_workers))
@@ -193,7 +303,7 @@ class Batches:
     def _submit(self):
         unit = next(self.units)
         longest = self.longest(unit // self.n_units)
-        return self.pool.apply_async(_pack_in_worker, (self.seed, unit, longest, *self.size))
+        return self.pool.apply_async(_pack_in_worker, (self.seed, unit, longest, self.layout))
 
     def __next__(self) -> Rows:
         parts = []

@@ -1,10 +1,11 @@
-"""A trained network to a GGUF file, and a GGUF file back to a network or to transformers' own.
+"""A trained network and its tower to GGUF files, and such files back to networks or to transformers' own.
 
-    python models/export.py CHECKPOINT [FILE.gguf]
+    python models/export.py CHECKPOINT [FILE.gguf [MMPROJ.gguf]]
 """
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import gguf
@@ -14,12 +15,16 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from models.checkpoint import load_checkpoint  # noqa: E402
-from models.data import byte_level_tokenizer  # noqa: E402
+from models.data import MERGE, SIZE, byte_level_tokenizer  # noqa: E402
 from models.network import Network, Shape  # noqa: E402
+from models.tower import Tower, TowerShape  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent
 NAME = "qengine-10m"
 FILE = ROOT / f"{NAME}-Q8_0.gguf"
+TOWER_FILE = ROOT / f"{NAME}-mmproj-Q8_0.gguf"
+PROJECTOR = "qwen3vl_merger"
+KERNELS = ("v.patch_embd.weight", "v.patch_embd.weight.1")      # for two moments of a video
 Q8_0, F32 = gguf.GGMLQuantizationType.Q8_0, gguf.GGMLQuantizationType.F32
 TOKEN_TYPES = {"normal": 1, "control": 3, "user": 4, "unused": 5}
 
@@ -31,22 +36,57 @@ def write_gguf(path: str | Path, network: Network, tokenizer: tokenizers.Tokeniz
                name: str = NAME):
     """Write a network in Q8_0, with its tokenizer (byte-level BPE) and chat template."""
     writer = gguf.GGUFWriter(str(path), "qwen35")
-    writer.add_type("model")
-    writer.add_name(name)
-    writer.add_license("apache-2.0")
-    writer.add_author("the qengine project")
-    writer.add_description("The Qwen3.5 architecture, small, trained from scratch on text made for qengine")
+    _add_general(writer, "model", name, n_parameters(network),
+                 "The Qwen3.5 architecture, small, trained from scratch on text made for qengine")
     writer.add_languages(["en", "ko"])
-    writer.add_size_label(f"{n_parameters(network) / 1e6:.0f}M")
-    writer.add_file_type(gguf.LlamaFileType.MOSTLY_Q8_0)
-    writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     _add_shape(writer, network.shape)
     _add_tokenizer(writer, json.loads(tokenizer.to_str()), network.shape.n_vocab)
     writer.add_chat_template(template)
-    for tensor, values in file_tensors(network).items():
-        is_matrix = values.ndim == 2 and "ssm_conv1d" not in tensor
+    _write(writer, file_tensors(network))
+
+
+def write_tower(path: str | Path, tower: Tower, name: str = NAME):
+    """Write a tower with its matrices in Q8_0. The table of positions and what is no matrix stay float32."""
+    shape = tower.shape
+    writer = gguf.GGUFWriter(str(path), "clip")
+    _add_general(writer, "mmproj", name, sum(p.numel() for p in tower.parameters()),
+                 "A vision tower of the Qwen3.5 architecture, small, trained from scratch on pictures made for qengine")
+    writer.add_clip_has_vision_encoder(True)
+    writer.add_clip_projector_type(PROJECTOR)
+    writer.add_vision_use_gelu(True)
+    writer.add_vision_image_size(SIZE * shape.side)
+    writer.add_vision_patch_size(SIZE)
+    writer.add_vision_spatial_merge_size(MERGE)
+    writer.add_vision_embedding_length(shape.width)
+    writer.add_vision_feed_forward_length(shape.ffn)
+    writer.add_vision_block_count(shape.n_blocks)
+    writer.add_vision_head_count(shape.n_heads)
+    writer.add_vision_projection_dim(shape.hidden)
+    writer.add_vision_attention_layernorm_eps(shape.norm_eps)
+    writer.add_vision_image_mean([0.5] * 3)
+    writer.add_vision_image_std([0.5] * 3)
+    writer.add_vision_is_deepstack_layers([False] * shape.n_blocks)
+    _write(writer, tower_tensors(tower))
+
+
+def _add_general(writer: gguf.GGUFWriter, kind: str, name: str, n: int, description: str):
+    """n: parameters."""
+    writer.add_type(kind)
+    writer.add_name(name)
+    writer.add_license("apache-2.0")
+    writer.add_author("the qengine project")
+    writer.add_description(description)
+    writer.add_size_label(f"{n / 1e6:.0f}M")
+    writer.add_file_type(gguf.LlamaFileType.MOSTLY_Q8_0)
+    writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
+
+
+def _write(writer: gguf.GGUFWriter, tensors: dict[str, np.ndarray]):
+    """Matrices whose rows are whole blocks in Q8_0, all else in float32."""
+    for name, values in tensors.items():
+        is_matrix = values.ndim == 2 and values.shape[1] % 32 == 0 and name != "v.position_embd.weight"
         kind = Q8_0 if is_matrix else F32
-        writer.add_tensor(tensor, gguf.quants.quantize(values, kind), raw_dtype=kind)
+        writer.add_tensor(name, gguf.quants.quantize(values, kind), raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -65,6 +105,13 @@ def file_tensors(network: Network) -> dict[str, np.ndarray]:
     for name in [name for name in tensors if name.endswith("ssm_log_a")]:
         tensors[name.replace("ssm_log_a", "ssm_a")] = -np.exp(tensors.pop(name))
     return tensors
+
+
+def tower_tensors(tower: Tower) -> dict[str, np.ndarray]:
+    """The tower's parameters under the file's names, float32. Each of the two kernels for patches is half of ours."""
+    tensors = {name: p.detach().float().cpu().numpy() for name, p in tower.named_parameters()}
+    half = tensors.pop(KERNELS[0]).reshape(-1, 3, SIZE, SIZE) / 2
+    return tensors | dict.fromkeys(KERNELS, half)
 
 
 def _add_shape(writer: gguf.GGUFWriter, shape: Shape):
@@ -117,14 +164,7 @@ def _add_tokenizer(writer: gguf.GGUFWriter, tokenizer: dict, n_vocab: int):
 
 def read_gguf(path: str | Path) -> Network:
     """The network of a `qwen35` file with one MTP block, float32, with the file's dequantised weights."""
-    reader = gguf.GGUFReader(str(path))
-    tensors = {}
-    for t in reader.tensors:
-        values = gguf.quants.dequantize(t.data, t.tensor_type).reshape(t.shape[::-1])
-        tensors[t.name] = torch.from_numpy(values.copy())
-
-    def get(key):
-        return reader.fields[f"qwen35.{key}"].contents()
+    tensors, get = _read(path, "qwen35")
     network = Network(Shape(
         n_vocab=len(tensors["token_embd.weight"]),
         hidden=get("embedding_length"), ffn=get("feed_forward_length"),
@@ -141,6 +181,28 @@ def read_gguf(path: str | Path) -> Network:
         tensors[name.replace("ssm_a", "ssm_log_a")] = (-tensors.pop(name)).log()
     network.load_parameters(tensors)
     return network
+
+
+def read_tower(path: str | Path) -> Tower:
+    """The tower of an mmproj file of a Qwen3.5 model, float32."""
+    tensors, get = _read(path, "clip.vision")
+    tower = Tower(TowerShape(
+        width=get("embedding_length"), n_blocks=get("block_count"), n_heads=get("attention.head_count"),
+        ffn=get("feed_forward_length"), side=get("image_size") // SIZE, hidden=get("projection_dim"),
+        norm_eps=get("attention.layer_norm_epsilon")))
+    tensors[KERNELS[0]] = sum(tensors.pop(name) for name in KERNELS).flatten(1)
+    tower.load_state_dict(tensors)
+    return tower
+
+
+def _read(path: str | Path, prefix: str) -> tuple[dict, Callable]:
+    """(dequantised tensors by name, what gives the metadata under the prefix) of a GGUF file."""
+    reader = gguf.GGUFReader(str(path))
+    tensors = {}
+    for t in reader.tensors:
+        values = gguf.quants.dequantize(t.data, t.tensor_type).reshape(t.shape[::-1])
+        tensors[t.name] = torch.from_numpy(values.astype(np.float32))
+    return tensors, lambda key: reader.fields[f"{prefix}.{key}"].contents()
 
 
 def read_tokenizer(path: str | Path) -> tokenizers.Tokenizer:
@@ -238,7 +300,11 @@ def main():
     path = Path(sys.argv[2]) if len(sys.argv) > 2 else FILE
     template = (ROOT / "chat_template.jinja").read_text(encoding="utf-8")
     write_gguf(path, checkpoint.network, checkpoint.tokenizer, template)
-    print(f"{path}: {path.stat().st_size / 1e6:.2f} MB")
+    tower_path = Path(sys.argv[3]) if len(sys.argv) > 3 else path.with_name(TOWER_FILE.name)
+    if checkpoint.tower is not None:
+        write_tower(tower_path, checkpoint.tower)
+    for written in (path, tower_path)[:1 + (checkpoint.tower is not None)]:
+        print(f"{written}: {written.stat().st_size / 1e6:.2f} MB")
 
 
 if __name__ == "__main__":

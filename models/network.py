@@ -6,10 +6,13 @@ head j of a linear layer reads key head j mod n_key_heads. Only `ssm_a` differs:
 Several documents may be packed in one row. `position` int64 [B, T], a token's index within its document, says
 all about it: a document begins where the position is 0, and what lies before it is hidden from convolution,
 state and attention.
+
+Of pictures the network knows the rows that models/tower.py makes of them, see `Seen`.
 """
 
 import dataclasses
 import math
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -35,17 +38,25 @@ class Shape:
     n_kv_heads: int = 1
     head_dim: int = 256
     rope_dim: int = 64
-    rope_base: float = 1e5
+    rope_base: float = 1e6
     n_key_heads: int = 2
     n_value_heads: int = 4
     linear_head_dim: int = 128
     conv_width: int = 4
     norm_eps: float = 1e-6
-    context: int = 8192
+    context: int = 32768
     tied: bool = True
 
     def is_attention(self, layer: int) -> bool:
         return (layer + 1) % self.attention_interval == 0
+
+
+class Seen(NamedTuple):
+    """The pictures of packed rows of tokens [B, T]."""
+
+    rope: Tensor    # int64 [B, 3, T]: rotary positions of time, height and width (engine/sight.py has their rule)
+    places: Tensor  # int64 [n]: of tokens of pictures, among all B * T
+    rows: Tensor    # [n, hidden]: what takes the place of their embeddings in the trunk
 
 
 # ---- the gated delta rule ------------------------------------------------------------------------------
@@ -207,10 +218,11 @@ class Block(nn.Module):
         self.ffn_up = linear(shape.hidden, shape.ffn)
         self.ffn_down = linear(shape.ffn, shape.hidden)
 
-    def forward(self, x, position, mask, cache=None):
-        """x [B, T, hidden]; position [B, T]; mask: see `attend`; cache: a dict that this block keeps for the
-        tokens to come. With one token (T = 1) it goes on from there; with more it starts anew."""
-        x = x + self.mixer(self.attn_norm(x), position, mask, cache)
+    def forward(self, x, position, rope, mask, cache=None):
+        """x [B, T, hidden]; position [B, T]; rope [B, 3, T]: rotary positions; mask: see `attend`; cache: a dict that
+        this block keeps for the tokens to come. With one token (T = 1) it goes on from there; with more it starts
+        anew."""
+        x = x + self.mixer(self.attn_norm(x), position, rope, mask, cache)
         u = self.post_attention_norm(x)
         return x + self.ffn_down(F.silu(self.ffn_gate(u)) * self.ffn_up(u))
 
@@ -232,7 +244,7 @@ class LinearBlock(Block):
         self.ssm_norm = Norm(shape.linear_head_dim, shape.norm_eps)
         self.ssm_out = linear(self.value_dim, shape.hidden)
 
-    def mixer(self, u, position, mask, cache):
+    def mixer(self, u, position, rope, mask, cache):
         heads = (*u.shape[:2], -1, self.shape.linear_head_dim)
         qkv, z = self.attn_qkv(u), self.attn_gate(u).view(heads)
         q, k, v = self.convolve(qkv, position, cache).split([self.key_dim, self.key_dim, self.value_dim], 2)
@@ -282,11 +294,11 @@ class AttentionBlock(Block):
         self.attn_k_norm = Norm(shape.head_dim, shape.norm_eps)
         self.attn_output = linear(shape.n_heads * shape.head_dim, shape.hidden)
 
-    def mixer(self, u, position, mask, cache):
+    def mixer(self, u, position, rope, mask, cache):
         heads = (*u.shape[:2], -1, self.shape.head_dim)
         q, gate = self.attn_q(u).view(*heads[:3], 2 * self.shape.head_dim).chunk(2, 3)
         k, v = self.attn_k(u).view(heads), self.attn_v(u).view(heads)
-        q, k = (rotate(norm(x), position, self.shape).to(v.dtype)
+        q, k = (rotate(norm(x), rope, self.shape).to(v.dtype)
                 for x, norm in ((q, self.attn_q_norm), (k, self.attn_k_norm)))
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         if cache is not None:
@@ -297,11 +309,13 @@ class AttentionBlock(Block):
         return self.attn_output((o * torch.sigmoid(gate)).flatten(2))
 
 
-def rotate(x: Tensor, position: Tensor, shape: Shape) -> Tensor:
-    """Rotary embedding of x [B, T, heads, head_dim], pairs (i, i + rope_dim / 2) of each head."""
+def rotate(x: Tensor, rope: Tensor, shape: Shape) -> Tensor:
+    """Rotary embedding of x [B, T, heads, head_dim], pairs (i, i + rope_dim / 2) of each head. Frequency i turns by the
+    position in time, height or width where i modulo 3 is 0, 1 or 2: of 32 frequencies the sections 11, 11 and 10."""
     half = shape.rope_dim // 2
-    frequency = shape.rope_base ** (-torch.arange(half, device=x.device, dtype=torch.float32) / half)
-    angle = (position[..., None].float() * frequency)[:, :, None]
+    number = torch.arange(half, device=x.device)
+    frequency = shape.rope_base ** (-number.float() / half)
+    angle = (rope[:, number % 3].float() * frequency[:, None]).transpose(1, 2)[:, :, None]
     cos, sin = angle.cos(), angle.sin()
     a, b, rest = x.split([half, half, x.shape[3] - 2 * half], 3)
     return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], 3)
@@ -375,20 +389,24 @@ class Network(nn.Module):
     def trunk(self):
         return self.blk[:self.shape.n_layers]
 
-    def hidden(self, ids, position, mask, caches=None) -> Tensor:
+    def hidden(self, ids, position, mask, caches=None, seen: Seen | None = None) -> Tensor:
         """The trunk's normed hidden states float32 [B, T, hidden] of token ids [B, T]."""
         x = self.token_embd(ids)
+        if seen is not None:
+            x = x.flatten(0, 1).index_copy(0, seen.places, seen.rows.to(x.dtype)).view_as(x)
+        rope = rotary_positions(position, seen)
         for i, block in enumerate(self.trunk):
-            x = block(x, position, mask, None if caches is None else caches[i])
+            x = block(x, position, rope, mask, None if caches is None else caches[i])
         return self.output_norm(x)
 
-    def draft_hidden(self, ids, position, mask, hidden) -> Tensor:
+    def draft_hidden(self, ids, position, mask, hidden, seen: Seen | None = None) -> Tensor:
         """The MTP block's normed hidden states: slot t sees token t and the trunk's hidden state of t - 1
-        (zeros at a document's start), and like the trunk's slot t it predicts token t + 1."""
+        (zeros at a document's start), and like the trunk's slot t it predicts token t + 1. Of a picture it sees the
+        embedding of its tokens, as qengine's draft block does."""
         before = F.pad(hidden, (0, 0, 1, 0))[:, :-1] * (position != 0)[..., None]
         nextn = self.blk[-1].nextn
         y = nextn["eh_proj"](torch.cat([nextn["enorm"](self.token_embd(ids)), nextn["hnorm"](before)], 2))
-        return nextn["shared_head_norm"](self.blk[-1](y.float(), position, mask))
+        return nextn["shared_head_norm"](self.blk[-1](y.float(), position, rotary_positions(position, seen), mask))
 
     def logits(self, hidden) -> Tensor:
         return F.linear(hidden, self.output.weight)
@@ -400,11 +418,11 @@ class Network(nn.Module):
         losses = [checkpoint(self.head_loss, h, self.output.weight, t, use_reentrant=False) for h, t in parts]
         return torch.cat(losses).view_as(targets)
 
-    def forward(self, ids, position, targets) -> tuple[Tensor, Tensor]:
+    def forward(self, ids, position, targets, seen: Seen | None = None) -> tuple[Tensor, Tensor]:
         """The trunk's and the MTP block's losses [B, T] of predicting the targets [B, T], the next tokens."""
         mask = block_mask(position) if ids.is_cuda else dense_mask(position)
-        hidden = self.hidden(ids, position, mask)
-        draft = self.draft_hidden(ids, position, mask, hidden)
+        hidden = self.hidden(ids, position, mask, seen=seen)
+        draft = self.draft_hidden(ids, position, mask, hidden, seen)
         return self.losses(hidden, targets), self.losses(draft, targets)
 
     def compile_blocks(self):
@@ -412,6 +430,11 @@ class Network(nn.Module):
         for block in self.blk:
             block.compile(dynamic=False)
         self.head_loss = torch.compile(_head_loss, dynamic=False)
+
+
+def rotary_positions(position: Tensor, seen: Seen | None) -> Tensor:
+    """[B, 3, T]: without pictures the position [B, T] on all axes."""
+    return position[:, None].expand(-1, 3, -1) if seen is None else seen.rope
 
 
 def _head_loss(hidden, weight, targets):

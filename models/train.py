@@ -1,12 +1,13 @@
-"""Train qengine-10m from scratch: tokenizer, data, network, checkpoint, loss curve.
+"""Train qengine-10m from scratch: tokenizer, data, network, tower, checkpoint, loss curve.
 
-    python models/train.py --minutes 26                        # all of it at once, on an H100 or H200
-    python models/train.py --minutes 26 --part 9               # or the first 9 minutes of it,
-    python models/train.py --minutes 26 --part 9 --resume checkpoint --out checkpoint-2    # and 9 more
+    python models/train.py --minutes 50                        # all of it at once, on an H100 or H200
+    python models/train.py --minutes 50 --part 25              # or the first 25 minutes of it,
+    python models/train.py --minutes 50 --part 25 --resume checkpoint --out checkpoint-2    # and 25 more
     python models/train.py --steps 2 --trial                   # whether it works, on a CPU
 
-Training text is made on the fly by models/tasks. A checkpoint is a folder of files of at most 16 MB; it knows
-how much of the run is done, so that parts are one run.
+Training text and pictures are made on the fly by models/tasks. A checkpoint is a folder of files of at most 16 MB; it
+knows how much of the run is done, so that parts are one run. Rows are short at first and long at last, see PHASES: a
+step has as many tokens in each phase, and a part that ends where a phase does compiles for one shape alone.
 """
 
 import argparse
@@ -25,7 +26,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from models import data, tasks  # noqa: E402
 from models.checkpoint import Checkpoint, load_checkpoint, save_checkpoint  # noqa: E402
 from models.evaluate import show_scores, torch_scores  # noqa: E402
-from models.network import Network, Shape  # noqa: E402
+from models.network import Network, Seen, Shape  # noqa: E402
+from models.tower import Tower, TowerShape  # noqa: E402
 
 TOKENIZER_TEXTS = 40_000
 TEXT_WEIGHT = 0.1            # of a token outside the answers, in the loss
@@ -33,8 +35,26 @@ MTP_WEIGHT = 0.3             # of the MTP block's loss
 WARM_UP_STEPS = 50
 COOLDOWN = 0.65              # share of a run in which the learning rate falls to 0
 REPORT_STEPS = 20            # between two points of the loss history
-TRIAL_ROWS, TRIAL_TOKENS, TRIAL_TEXTS = 2, 512, 1000  # of --trial
-CONTEXTS = ((0, 600), (300, 1500), (600, 4000))  # from which step on, contexts of up to how many tokens
+UNITS = 4                    # of rows in a step
+
+
+@dataclasses.dataclass(frozen=True)
+class Phase:
+    """A part of a run whose rows have one shape, so that nothing is compiled in its midst."""
+
+    start: float            # the share of the run that is done when it begins
+    layout: data.Layout
+    contexts: tuple         # from which step on, contexts of up to how many tokens
+
+    def longest_context(self, step: int) -> int:
+        """Short contexts first: copying is learnt there, then far away."""
+        return max(length for start, length in self.contexts if start <= step)
+
+
+PHASES = (Phase(0.0, data.Layout.of(4608), ((0, 600), (300, 1500), (600, 4000))),
+          Phase(0.5, data.Layout.of(18_432), ((0, 16_800),)))
+TRIAL = (Phase(0.0, data.Layout(2, 512, 1), ((0, 300),)),)     # of --trial
+TRIAL_TEXTS = 1000
 
 
 # ---- optimisers ----------------------------------------------------------------------------------------
@@ -76,13 +96,16 @@ def orthogonalize(x: torch.Tensor) -> torch.Tensor:
     return (y if wide else y.mT).float()
 
 
-class Optimizer:
-    """Muon for the blocks' matrices, Adam for the rest: embeddings, norms, convolutions, decays."""
+NOT_MATRICES = ("token_embd.weight", "output.weight", "position_embd.weight")   # rows that stand for themselves
 
-    def __init__(self, network: Network):
+
+class Optimizer:
+    """Muon for matrices, Adam for the rest: embeddings, positions, norms, biases, convolutions, decays."""
+
+    def __init__(self, *networks: torch.nn.Module):
         matrices, rest = [], []
-        for name, parameter in network.named_parameters():
-            is_matrix = name.startswith("blk.") and parameter.ndim == 2 and min(parameter.shape) >= 64
+        for name, parameter in (pair for network in networks for pair in network.named_parameters()):
+            is_matrix = parameter.ndim == 2 and min(parameter.shape) >= 64 and not name.endswith(NOT_MATRICES)
             (matrices if is_matrix else rest).append(parameter)
         self.muon = Muon(matrices)
         self.adam = torch.optim.AdamW(rest, betas=(0.9, 0.95), weight_decay=0, fused=rest[0].is_cuda)
@@ -116,19 +139,24 @@ class Optimizer:
 # ---- training ------------------------------------------------------------------------------------------
 
 
-def longest_context(step: int) -> int:
-    """Short contexts first: copying is learnt there, then far away."""
-    return max(length for start, length in CONTEXTS if start <= step)
+def seen_by(tower: Tower, rows: data.Rows, device: str) -> Seen:
+    """The pictures of packed rows, as the network takes them."""
+    tokens = np.flatnonzero(rows.places >= 0)
+    tokens, places, rope, patches, grid = (
+        torch.from_numpy(array).to(device, non_blocking=True)
+        for array in (tokens, rows.places.reshape(-1)[tokens].astype(np.int64), rows.rope, rows.patches, rows.grid))
+    made = tower(patches, grid.long()).flatten(0, 1)
+    return Seen(rope.long(), places, made.index_select(0, tokens))
 
 
-def weighted_losses(network: Network, rows: data.Rows, device: str):
+def weighted_losses(network: Network, tower: Tower, rows: data.Rows, device: str):
     """(loss to minimise, [sums of the answers' losses per task, their counts], MTP loss on answers)."""
     ids, position, kind, task = (torch.from_numpy(array).to(device, torch.int64, non_blocking=True)
-                                 for array in dataclasses.astuple(rows))
+                                 for array in rows[:4])
     targets, kind, task = ids.roll(-1, 1), kind.roll(-1, 1), task.roll(-1, 1)
     kind = kind * (position.roll(-1, 1) != 0)  # nothing predicts another document's first token
     with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
-        loss, draft_loss = network(ids, position, targets)
+        loss, draft_loss = network(ids, position, targets, seen_by(tower, rows, device))
     weight = torch.where(kind == data.TARGET, 1.0, TEXT_WEIGHT * (kind == data.TEXT))
     total = ((loss + MTP_WEIGHT * draft_loss) * weight).sum() / weight.sum().clamp(min=1)
     answers = (kind == data.TARGET).float()
@@ -144,63 +172,73 @@ def rate_factor(done: float, cooldown: float) -> float:
 
 
 def train(checkpoint: Checkpoint, steps: int | None, minutes: float | None, *, cooldown: float = COOLDOWN,
-          batch_rows: int = 32, rate: float = 3e-3, workers: int = 1, device: str = "cpu", log=print,
-          row_tokens: int = data.ROW_TOKENS, part: float = math.inf):
-    """Train the checkpoint's network, in place, on to so many steps or minutes in all, or for a part of them."""
-    network = checkpoint.network.to(device).train()
-    optimizer = Optimizer(network)
+          phases: tuple[Phase, ...] = PHASES, units: int = UNITS, rate: float = 3e-3, workers: int = 1,
+          device: str = "cpu", log=print, part: float = math.inf):
+    """Train the checkpoint's network and tower, in place, on to so many steps or minutes in all, or for a part of them.
+    units: of rows in a step."""
+    network, tower = (each.to(device).train() for each in (checkpoint.network, checkpoint.tower))
+    optimizer = Optimizer(network, tower)
     if checkpoint.optimizer:
         optimizer.load(checkpoint.optimizer, checkpoint.step)
-    batches = data.Batches(checkpoint.tokenizer, checkpoint.seed, checkpoint.step, batch_rows, workers,
-                           longest_context, row_tokens)
-    progress = Progress(checkpoint, batch_rows * row_tokens, log)
+    progress = Progress(checkpoint, log)
     started, first_step = time.monotonic() - 60 * checkpoint.minutes, checkpoint.step
     stop = part + (checkpoint.step if steps else checkpoint.minutes)
+    phase, batches = None, None
     try:
         while (done := checkpoint.step if steps else checkpoint.minutes) < min(stop, steps or minutes):
-            now = (rate * min(1, (checkpoint.step + 1) / WARM_UP_STEPS)
-                   * rate_factor(done / (steps or minutes), cooldown))
-            loss, task_sums, draft_loss = weighted_losses(network, next(batches), device)
+            done /= steps or minutes
+            if phase is not (phase := [each for each in phases if each.start <= done][-1]):
+                if batches:
+                    batches.close()
+                batches = data.Batches(checkpoint.tokenizer, checkpoint.seed, checkpoint.step, units, workers,
+                                       phase.longest_context, phase.layout)
+            now = rate * min(1, (checkpoint.step + 1) / WARM_UP_STEPS) * rate_factor(done, cooldown)
+            asked = time.monotonic()
+            rows = next(batches)
+            progress.waited += time.monotonic() - asked
+            loss, task_sums, draft_loss = weighted_losses(network, tower, rows, device)
             loss.backward()
             optimizer.step(now)
             checkpoint.step += 1
             checkpoint.minutes = (time.monotonic() - started) / 60
-            progress.add(task_sums, draft_loss, now)
+            progress.add(rows.ids.size, task_sums, draft_loss, now)
             if checkpoint.step == first_step + 1:
                 log(show_point(progress.point()))
             if checkpoint.step % REPORT_STEPS == 0:
                 progress.report()
         progress.report()
     finally:  # also what an error in the data leaves can be saved
-        batches.close()
+        if batches:
+            batches.close()
         checkpoint.optimizer = optimizer.tensors()
 
 
 class Progress:
     """Sums up the losses of steps and reports them: a point of the history and a line of text."""
 
-    def __init__(self, checkpoint: Checkpoint, step_tokens: int, log):
-        self.checkpoint, self.step_tokens, self.log = checkpoint, step_tokens, log
+    def __init__(self, checkpoint: Checkpoint, log):
+        self.checkpoint, self.log = checkpoint, log
         self.tokens = checkpoint.history[-1]["tokens"] if checkpoint.history else 0
         self._begin()
 
     def _begin(self):
-        self.started, self.steps, self.sums = time.monotonic(), 0, 0
+        self.started, self.waited, self.first, self.sums = time.monotonic(), 0.0, self.tokens, 0
 
-    def add(self, task_sums, draft_loss, rate: float):
-        self.steps += 1
-        self.tokens += self.step_tokens
+    def add(self, n_tokens: int, task_sums, draft_loss, rate: float):
+        """Of a step. What it `waited` for data, in seconds, is added by the caller."""
+        self.tokens += n_tokens
         self.sums, self.draft_loss, self.rate = self.sums + task_sums, draft_loss, rate
 
     def point(self) -> dict:
         means = dict(zip(tasks.TASKS, (self.sums[0] / self.sums[1]).tolist()))
         seconds = time.monotonic() - self.started
         return {"step": self.checkpoint.step, "tokens": self.tokens, "rate": self.rate,
-                "speed": self.steps * self.step_tokens / seconds, "mtp": self.draft_loss.item(),
+                "speed": (self.tokens - self.first) / seconds, "waited": self.waited / seconds,
+                "mtp": self.draft_loss.item(),
                 "loss": {name: mean for name, mean in means.items() if not math.isnan(mean)}}
 
     def report(self):
-        if self.steps:
+        if self.tokens > self.first:
             self.checkpoint.history.append(self.point())
             self.log(show_point(self.checkpoint.history[-1]))
             self._begin()
@@ -209,7 +247,7 @@ class Progress:
 def show_point(point: dict) -> str:
     losses = " ".join(f"{name} {loss:.3f}" for name, loss in point["loss"].items())
     return (f"step {point['step']}: {point['tokens'] / 1e6:.1f} M tokens, {point['speed'] / 1e3:.0f} k/s, "
-            f"rate {point['rate']:.1e}, mtp {point['mtp']:.3f}, {losses}")
+            f"{point['waited']:.0%} waiting for data, rate {point['rate']:.1e}, mtp {point['mtp']:.3f}, {losses}")
 
 
 def draw_history(history: list, path: Path):
@@ -230,13 +268,13 @@ def draw_history(history: list, path: Path):
 
 
 def new_checkpoint(seed: int, workers: int, n_texts: int = TOKENIZER_TEXTS) -> Checkpoint:
-    """An untrained network, and a tokenizer trained on samples of the text."""
+    """An untrained network and tower, and a tokenizer trained on samples of the text."""
     torch.manual_seed(seed)
     shape = Shape()
     texts = data.sample_many_texts(seed, n_texts, workers)
     tokenizer = data.train_tokenizer(texts, shape.n_vocab)
     print(f"tokenizer: {tokenizer.get_vocab_size()} tokens from {len(texts)} texts", flush=True)
-    return Checkpoint(Network(shape), tokenizer, seed)
+    return Checkpoint(Network(shape), tokenizer, seed, tower=Tower(TowerShape(hidden=shape.hidden)))
 
 
 def main():
@@ -249,12 +287,12 @@ def main():
                         help=f"the share of the run in which the rate falls to 0: {COOLDOWN} unless given")
     parser.add_argument("--resume", metavar="DIR", help="go on from this checkpoint")
     parser.add_argument("--out", metavar="DIR", default="checkpoint", help="where the checkpoint goes")
-    parser.add_argument("--rows", type=int, default=32, help=f"rows of {data.ROW_TOKENS} tokens per step")
+    parser.add_argument("--units", type=int, help=f"of {data.UNIT_TOKENS:,} tokens per step: {UNITS} unless given")
     parser.add_argument("--rate", type=float, default=3e-3, help="learning rate")
     parser.add_argument("--seed", type=int, help="of a new run: 1 unless given")
     parser.add_argument("--trial", action="store_true",
-                        help=f"{TRIAL_ROWS} rows of {TRIAL_TOKENS} tokens per step, a tokenizer of "
-                             f"{TRIAL_TEXTS} texts, to try it on a CPU")
+                        help=f"one unit of {TRIAL[0].layout.n_rows} rows of {TRIAL[0].layout.n_tokens} tokens per "
+                             f"step, a tokenizer of {TRIAL_TEXTS} texts, to try it on a CPU")
     parser.add_argument("--scores", type=int, default=0,
                         help="held-out examples per task to score at last, none unless given")
     options = parser.parse_args()
@@ -262,23 +300,25 @@ def main():
         parser.error("give --minutes or --steps")
     if options.resume and options.seed is not None:
         parser.error("the seed is that of the checkpoint to resume")
-    if options.rows < 1 or options.rows > data.UNIT_ROWS and options.rows % data.UNIT_ROWS:
-        parser.error(f"--rows is at most {data.UNIT_ROWS} or a multiple of it")
+    if options.units is not None and options.units < 1:
+        parser.error("--units is 1 or more")
     if Path(options.out).exists() and options.out != options.resume:
         parser.error(f"{options.out} exists already")
-    rows, row_tokens, n_texts = ((TRIAL_ROWS, TRIAL_TOKENS, TRIAL_TEXTS) if options.trial else
-                                 (options.rows, data.ROW_TOKENS, TOKENIZER_TEXTS))
+    phases, units, n_texts = (TRIAL, 1, TRIAL_TEXTS) if options.trial else (PHASES, UNITS, TOKENIZER_TEXTS)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     workers = max(1, os.cpu_count() - 2)
     torch.set_float32_matmul_precision("high")
     checkpoint = (load_checkpoint(options.resume) if options.resume else
                   new_checkpoint(1 if options.seed is None else options.seed, workers, n_texts))
+    if checkpoint.tower is None:
+        parser.error(f"{options.resume} has no tower, which is trained together with the network")
     if device == "cuda":
         checkpoint.network.compile_blocks()
+        checkpoint.tower.compile_blocks()
     try:
-        train(checkpoint, options.steps, options.minutes, cooldown=options.cooldown, batch_rows=rows, rate=options.rate,
-              workers=workers, device=device, log=lambda line: print(line, flush=True), row_tokens=row_tokens,
-              part=options.part)
+        train(checkpoint, options.steps, options.minutes, cooldown=options.cooldown, phases=phases,
+              units=options.units or units, rate=options.rate, workers=workers, device=device,
+              log=lambda line: print(line, flush=True), part=options.part)
     finally:
         save_checkpoint(options.out, checkpoint)
     draw_history(checkpoint.history, Path(options.out) / "loss.png")
