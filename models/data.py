@@ -149,7 +149,6 @@ class Document(NamedTuple):
     rope: np.ndarray        # [3, n]
     task: int
     pictures: tuple         # (first token, Picture) each
-    n_seen: int             # tokens of all pictures
 
 
 def draw(rng: random.Random, longest: int) -> tuple["tasks.Example", int]:
@@ -166,7 +165,7 @@ def document_of(tokenizer: Tokenizer, example: "tasks.Example", task: int) -> Do
     what follows goes on at p + max(rows, columns), as engine/sight.py has it."""
     ids, kinds = (np.array(each, np.int32) for each in encode(tokenizer, tasks.render(example), example.thinking))
     if not example.pictures:
-        return Document(ids, kinds, np.broadcast_to(np.arange(len(ids)), (3, len(ids))), task, (), 0)
+        return Document(ids, kinds, np.broadcast_to(np.arange(len(ids)), (3, len(ids))), task, ())
     sizes = [[side // (SIZE * MERGE) for side in picture.size] for picture in example.pictures]
     pads, repeats = np.flatnonzero(ids == tokenizer.token_to_id(PAD)), np.ones_like(ids)
     if len(pads) != len(sizes):
@@ -180,7 +179,7 @@ def document_of(tokenizer: Tokenizer, example: "tasks.Example", task: int) -> Do
         rope[:, start:end] = rope[0, start]
         rope[1:, start:end] += np.divmod(np.arange(rows * columns), columns)
         rope[:, end:] -= rows * columns - max(rows, columns)
-    return Document(ids, kinds, rope, task, tuple(zip(starts.tolist(), example.pictures)), int(repeats[pads].sum()))
+    return Document(ids, kinds, rope, task, tuple(zip(starts.tolist(), example.pictures)))
 
 
 class Shelves:

@@ -14,7 +14,7 @@ pytest.importorskip("safetensors", reason="models/requirements.txt is not instal
 
 import qengine  # noqa: E402
 from engine.tokenizer import load_tokenizer
-from models import data, evaluate, export, network, tasks, train  # noqa: E402
+from models import data, evaluate, export, network, tasks, tower, train  # noqa: E402
 from models.checkpoint import Checkpoint, load_checkpoint, save_checkpoint  # noqa: E402
 from tests.oracle import oracle_npz, oracle_path  # noqa: E402
 
@@ -24,6 +24,8 @@ torch.set_num_threads(1)
 SMALL = network.Shape(n_vocab=512, hidden=64, ffn=96, n_layers=4, n_heads=2)
 TINY = network.Shape(n_vocab=512, hidden=32, ffn=64, n_layers=2, attention_interval=2, head_dim=32,
                      rope_dim=16, linear_head_dim=16)  # no file has such heads, but it learns fast
+TINY_TOWER = tower.TowerShape(width=32, n_blocks=2, n_heads=2, ffn=64, side=4, hidden=32)
+SHORT = data.Layout(2, 512, 1)
 
 
 def relative(ours, reference) -> float:
@@ -215,34 +217,35 @@ def test_examples_begin_with_the_tokens_of_their_prompt(tokenizer):
 
 
 def test_rows_hold_whole_documents(tokenizer):
-    rows = data.pack(tokenizer, 1, 5, longest=300, n_rows=3, n_tokens=1024)
-    again = data.pack(tokenizer, 1, 5, longest=300, n_rows=3, n_tokens=1024)
-    assert all(np.array_equal(a, b) for a, b in zip(dataclasses.astuple(rows), dataclasses.astuple(again)))
+    layout = data.Layout(3, 1024, 1)
+    rows = data.pack(tokenizer, 1, 5, 300, layout)
+    again = data.pack(tokenizer, 1, 5, 300, layout)
+    assert all(map(np.array_equal, rows, again))
     assert rows.ids.shape == (3, 1024) and (rows.kind != data.PADDING).mean() > 0.7
     rng, drawn = random.Random("1 5"), []
     for _ in range(200):  # more than three rows hold
-        example, task = data.draw(rng, 300)
-        drawn.append((*map(tuple, data.encode(tokenizer, tasks.render(example), example.thinking)), task))
-    for ids, position, kind, task in zip(*dataclasses.astuple(rows), strict=True):
-        used = (kind != data.PADDING).sum()
-        starts = [*np.flatnonzero(position[:used] == 0), used]
+        document = data.document_of(tokenizer, *data.draw(rng, 300))
+        drawn.append((tuple(document.ids), tuple(document.kinds), document.task))
+    for ids, position, kind, task in zip(*rows[:4], strict=True):
+        starts = [*np.flatnonzero(position == 0), 1024]
         for start, end in zip(starts, starts[1:]):
             found = tuple(ids[start:end]), tuple(kind[start:end]), task[start]
-            assert found in drawn and (task[start:end] == task[start]).all()
+            if ids[start:end].any():            # else it is the rest of the row
+                assert found in drawn and (task[start:end] == task[start]).all()
 
 
 @pytest.fixture()
 def few_rows(monkeypatch, tokenizer):
     """Batches of two short rows, made in this process: eight that repeat."""
-    units = [data.pack(tokenizer, 1, unit, 200, n_rows=2, n_tokens=512) for unit in range(8)]
+    units = [data.pack(tokenizer, 1, unit, 200, SHORT) for unit in range(8)]
 
     class Batches:
-        def __init__(self, tokenizer, seed, first_step, *_):
-            self.step = first_step
+        def __init__(self, tokenizer, seed, first_step, n_units, *_):
+            self.step, self.n_units = first_step, n_units
 
         def __next__(self):
             self.step += 1
-            return units[self.step % 8]
+            return data.Rows.join([units[self.step % 8]] * self.n_units)
 
         def close(self):
             pass
@@ -253,12 +256,12 @@ def few_rows(monkeypatch, tokenizer):
 
 def new_checkpoint(tokenizer, seed=3):
     torch.manual_seed(seed)
-    return Checkpoint(network.Network(TINY), tokenizer, seed)
+    return Checkpoint(network.Network(TINY), tokenizer, seed, tower=tower.Tower(TINY_TOWER))
 
 
 def run(checkpoint, part=math.inf):
     """40 steps: five times the eight batches, after which the losses have fallen by more than one nat."""
-    train.train(checkpoint, 40, None, cooldown=0, batch_rows=2, rate=1e-2, log=lambda line: None, part=part)
+    train.train(checkpoint, 40, None, cooldown=0, units=1, rate=1e-2, log=lambda line: None, part=part)
 
 
 def mean_losses(checkpoint):
@@ -291,7 +294,7 @@ def test_parts_have_one_schedule(unit, few_rows, tokenizer, monkeypatch):
         checkpoint = new_checkpoint(tokenizer)
         monkeypatch.setattr(train, "time", types.SimpleNamespace(monotonic=lambda: 60 * checkpoint.step))
         for part in parts:
-            train.train(checkpoint, **length, cooldown=0.5, batch_rows=2, log=lambda line: None, part=part)
+            train.train(checkpoint, **length, cooldown=0.5, units=1, log=lambda line: None, part=part)
         return [point["rate"] for point in checkpoint.history]
     assert rates(4, 99) == rates(99) and len(rates(99)) == 6
     assert max(rates(99)) > rates(99)[-1] > 0
@@ -299,31 +302,55 @@ def test_parts_have_one_schedule(unit, few_rows, tokenizer, monkeypatch):
 
 def test_progress_counts_tokens_and_reports_the_last_steps(few_rows, tokenizer):
     checkpoint, lines = new_checkpoint(tokenizer), []
-    train.train(checkpoint, 3, None, cooldown=0, batch_rows=2, log=lines.append)
+    train.train(checkpoint, 3, None, cooldown=0, units=1, log=lines.append)
     assert [point["step"] for point in checkpoint.history] == [2, 3]
     assert [line.split(":")[0] for line in lines] == ["step 1", "step 2", "step 3"]
-    train.train(checkpoint, 4, None, cooldown=0, batch_rows=4, log=lines.append)  # other batches from here on
-    tokens = [point["tokens"] // data.ROW_TOKENS for point in checkpoint.history]
-    assert tokens == [4, 6, 10]
+    train.train(checkpoint, 4, None, cooldown=0, units=2, log=lines.append)  # other batches from here on
+    assert [point["tokens"] for point in checkpoint.history] == [2048, 3072, 5120]
 
 
-@pytest.mark.parametrize("n_rows", [0, 12])
-def test_batches_of_odd_sizes_are_refused(tokenizer, n_rows):
-    with pytest.raises(ValueError, match="rows"):
-        data.Batches(tokenizer, 1, 0, n_rows, 1, lambda step: 200)
-
-
-def test_small_batches(tokenizer):
-    batches = data.Batches(tokenizer, 1, 0, 3, 1, lambda step: 200, n_tokens=512)
+def test_batches_are_units_in_their_order(tokenizer):
+    batches = data.Batches(tokenizer, 1, 3, 2, 1, lambda step: 200, SHORT)
     rows = next(batches)
     batches.close()
-    alone = data.pack(tokenizer, 1, 0, 200, n_rows=3, n_tokens=512)
-    assert np.array_equal(rows.ids, alone.ids) and rows.ids.shape == (3, 512)
+    units = [data.pack(tokenizer, 1, unit, 200, SHORT) for unit in (6, 7)]
+    assert rows.ids.shape == (4, 512) and all(map(np.array_equal, rows, data.Rows.join(units)))
+
+
+def test_phases_change_the_rows_in_a_run(tokenizer, monkeypatch):
+    """At half of it, and a part that begins there knows no other phase."""
+    made = []
+
+    class Batches:
+        def __init__(self, tokenizer, seed, step, units, workers, longest, layout):
+            self.layout = layout
+            made.append((step, layout.n_tokens, longest(step)))
+
+        def __next__(self):
+            return data.pack(tokenizer, 1, 0, 100, self.layout)
+
+        def close(self):
+            made.append("closed")
+    monkeypatch.setattr(data, "Batches", Batches)
+    phases = (train.Phase(0, SHORT, ((0, 100), (1, 200))), train.Phase(0.5, data.Layout(1, 1024, 1), ((0, 900),)))
+    checkpoint = new_checkpoint(tokenizer)
+    train.train(checkpoint, 4, None, phases=phases, units=1, log=lambda line: None, part=3)
+    assert made == [(0, 512, 100), "closed", (2, 1024, 900), "closed"]
+    train.train(checkpoint, 4, None, phases=phases, units=1, log=lambda line: None)
+    assert made[4:] == [(3, 1024, 900), "closed"]
+
+
+def test_the_phases_of_the_run():
+    """Every phase has as many tokens in a unit, and rows with room for its contexts and what stands around them."""
+    for phase in train.PHASES:
+        assert phase.layout.n_rows * phase.layout.n_tokens == data.UNIT_TOKENS
+        longest = max(length for _, length in phase.contexts)
+        assert phase.layout.n_tokens % 128 == 0 and 1.05 * longest + 300 < phase.layout.n_tokens <= network.Shape().context
 
 
 @pytest.mark.parametrize("options, complaint", [
-    ([], "--minutes or --steps"), (["--steps", "2", "--rows", "12"], "--rows"),
-    (["--steps", "2", "--rows", "0"], "--rows"), (["--steps", "2", "--resume", "x", "--seed", "1"], "seed"),
+    ([], "--minutes or --steps"), (["--steps", "2", "--units", "0"], "--units"),
+    (["--steps", "2", "--resume", "x", "--seed", "1"], "seed"),
     (["--steps", "2", "--out", "."], "exists")])
 def test_options_that_are_refused(options, complaint, monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["train.py", *options])

@@ -1,0 +1,294 @@
+"""The tower in training: against the reference data and the engine, packed, with the network, exported."""
+
+import dataclasses
+import random
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch", reason="models/requirements.txt is not installed: no torch")
+pytest.importorskip("safetensors", reason="models/requirements.txt is not installed: no safetensors")
+
+from engine.gguf import GGUF  # noqa: E402
+from engine.images import Picture
+from engine.sight import PromptPictures
+from engine.vision import FileVisionWeights
+from engine.vision import Tower as EngineTower
+from kernels import patches
+from models import data, export, network, tasks, tower, train  # noqa: E402
+from models.checkpoint import Checkpoint, load_checkpoint, save_checkpoint  # noqa: E402
+from tests.oracle import oracle_npz, oracle_path  # noqa: E402
+
+torch.set_num_threads(1)    # see tests/test_models_network.py
+
+SMALL = tower.TowerShape(width=64, n_blocks=2, n_heads=2, ffn=96, side=5, hidden=32)
+LAYOUT = data.Layout(2, 1024, 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Square:
+    """A picture of one colour with noise."""
+
+    size: tuple
+    colour: tuple
+    seed: int = 0
+
+    def draw(self):
+        noise = np.random.default_rng(self.seed).integers(-40, 40, (*self.size, 3))
+        return np.clip(np.array(self.colour) + noise, 0, 255).astype(np.uint8)
+
+
+COLOURS = {"red": (220, 30, 30), "green": (30, 200, 30), "blue": (30, 30, 220), "white": (240, 240, 240)}
+
+
+def make(rng, held=False, length=None, lang=None):
+    """What colour one to three squares have."""
+    names = rng.choices(list(COLOURS), k=rng.choice((1, 1, 2, 3)))
+    squares = tuple(Square((32 * rng.randint(1, 3), 32 * rng.randint(1, 3)), COLOURS[name], rng.randrange(1000))
+                    for name in names)
+    content = [{"type": "image"} for _ in squares] + [{"type": "text", "text": "What colours?"}]
+    messages = [{"role": "user", "content": content}, {"role": "assistant", "content": " ".join(names)}]
+    return tasks.Example(messages, None, False, {"kind": "exact", "answer": " ".join(names)}, "squares", "en",
+                         pictures=squares)
+
+
+@pytest.fixture()
+def squares(monkeypatch):
+    monkeypatch.setattr(data.tasks, "TASKS", {"squares": (2, make), "lists": data.tasks.TASKS["lists"]})
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return data.train_tokenizer(data.sample_texts(1, 200), 512)
+
+
+def relative(ours, reference) -> float:
+    ours, reference = (torch.as_tensor(x).detach().double() for x in (ours, reference))
+    return ((ours - reference).norm() / reference.norm()).item()
+
+
+def random_tower(shape=SMALL, seed=0):
+    """A tower no block of which is the identity."""
+    torch.manual_seed(seed)
+    made = tower.Tower(shape)
+    with torch.no_grad():
+        for name, parameter in made.named_parameters():
+            if name.endswith(("ln1.weight", "ln2.weight", "post_ln.weight")):
+                parameter.uniform_(0.5, 1.5)
+            elif parameter.ndim == 1:
+                parameter.normal_(std=0.2)
+            else:
+                parameter.normal_(std=parameter.shape[1] ** -0.5)
+    return made.eval()
+
+
+def patches_of(*pictures):
+    """(patches [1, P, 768], grid [1, P, 5]) of arrays of pixels."""
+    parts = []
+    for number, pixels in enumerate(pictures):
+        cut, places = data.cut(pixels)
+        size = np.broadcast_to(np.array(pixels.shape[:2]) // 16, places.shape)
+        parts.append((cut, np.concatenate([places, size, np.full((len(cut), 1), number)], 1)))
+    return [torch.from_numpy(np.concatenate(each))[None] for each in zip(*parts)]
+
+
+def rows_of(made, *pictures):
+    with torch.no_grad():
+        return made(*patches_of(*pictures))[0]
+
+
+def pixels(rows, columns, seed=0):
+    return np.random.default_rng(seed).integers(0, 256, (32 * rows, 32 * columns, 3), np.uint8)
+
+
+# ---- the tower against others --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case, rgb", [("aligned", "aligned_rgb"), ("unaligned", "unaligned_resized_rgb")])
+def test_reference_outputs(case, rgb):
+    """Rows of pictures, and logits of the text behind them."""
+    z = oracle_npz("dense_mtp-vision")
+    rows = rows_of(export.read_tower(oracle_path("gguf/dense_mtp-mmproj-F16.gguf")), z[rgb])
+    assert relative(rows, z[f"{case}_hf_image_embeds"]) < 1e-5
+    net = export.read_gguf(oracle_path("gguf/dense_mtp-Q8_0.gguf")).eval()
+    ids = torch.from_numpy(z[f"{case}_ids"].astype(np.int64))
+    rope = torch.from_numpy(z[f"{case}_positions_thw"].astype(np.int64))
+    pad = ids.unique()[ids.unique(return_counts=True)[1].argmax()]
+    seen = network.Seen(filled(rope)[None], (ids == pad).nonzero()[:, 0], rows)
+    position = torch.arange(len(filled(ids)))[None]
+    with torch.no_grad():
+        logits = net.logits(net.hidden(filled(ids)[None], position, network.dense_mask(position), seen=seen))[0]
+    tail = z[f"{case}_hf_logits_tail"]
+    assert relative(logits[len(ids) - len(tail):len(ids)], tail) < 1e-5
+
+
+def filled(x):
+    """Filled up to whole chunks."""
+    return torch.nn.functional.pad(x, (0, -x.shape[-1] % network.CHUNK))
+
+
+def test_patches_are_cut_as_the_engine_cuts_them():
+    given = pixels(3, 5)
+    cut, places = data.cut(given)
+    np.testing.assert_allclose(cut / 127.5 - 1, patches.patches_reference(given), atol=1e-12)
+    np.testing.assert_array_equal(places.T, patches.places_of(3, 5))
+
+
+def test_positions_are_those_of_the_engine():
+    table = np.random.default_rng(0).standard_normal((25, 8))
+    for rows, columns in (3, 5), (1, 1), (9, 2):
+        ours = tower.positions(torch.from_numpy(table).float(), patches_of(pixels(rows, columns))[1])[0]
+        theirs = patches.positions_reference(table, patches.grid_of([(rows, columns)], 5))
+        np.testing.assert_allclose(ours, theirs, atol=1e-5)
+
+
+def test_a_picture_has_the_same_rows_in_company():
+    made, pictures = random_tower(), [pixels(*size, seed) for seed, size in enumerate([(3, 5), (1, 1), (2, 9)])]
+    together = rows_of(made, *pictures).split([15, 1, 18])
+    for rows, picture in zip(together, pictures, strict=True):
+        assert relative(rows, rows_of(made, picture)) < 1e-6
+
+
+def test_exported_tower_runs(card, tmp_path):
+    """The engine's rows against PyTorch's with the file's weights, and these against what was written."""
+    made, path = random_tower(), tmp_path / "mmproj.gguf"
+    export.write_tower(path, made)
+    read = export.read_tower(path).eval()
+    assert read.shape == dataclasses.replace(SMALL, norm_eps=np.float32(1e-6).item())
+    for name, values in made.named_parameters():
+        is_matrix = values.ndim == 2 and name not in ("v.position_embd.weight", "v.patch_embd.weight")
+        assert relative(read.get_parameter(name), values) < (1e-2 if is_matrix else 1e-6)
+    given = Picture.of(pixels(3, 5))
+    engine_tower = EngineTower(card, FileVisionWeights(GGUF(path)), 16)
+    out = card.alloc((given.n_tokens, SMALL.hidden), np.float32)
+    card.poison(out)
+    for _ in engine_tower.encode([given], [out]):
+        pass
+    assert relative(card.download(out), rows_of(read, given.pixels)) < 2e-3
+
+
+def test_the_tower_of_the_model_fits_its_file(tmp_path):
+    export.write_tower(tmp_path / "mmproj.gguf", tower.Tower(tower.TowerShape()))
+    assert (tmp_path / "mmproj.gguf").stat().st_size <= 6_000_000
+
+
+# ---- packing -------------------------------------------------------------------------------------------
+
+
+def test_documents_with_pictures_are_what_the_engine_makes_of_them(tokenizer, squares):
+    rng, pad = random.Random(3), tokenizer.token_to_id(data.PAD)
+    for _ in range(20):
+        example = make(rng)
+        document = data.document_of(tokenizer, example, 0)
+        pictures = [Picture.of(picture.draw()) for picture in example.pictures]
+        prompt = PromptPictures(document.ids.tolist(), pictures, pad)
+        assert prompt.starts == [start for start, _ in document.pictures]
+        np.testing.assert_array_equal(prompt.rope, document.rope)
+        assert (document.ids == pad).sum() == sum(picture.n_tokens for picture in pictures)
+        assert (document.kinds[document.ids == pad] == data.PADDING).all()
+
+
+def test_packed_pictures_stand_at_their_tokens(tokenizer, squares):
+    """Two units: each place is a pad's, in the order of its picture, and its pixels are that picture's."""
+    units = [data.pack(tokenizer, 1, unit, 200, LAYOUT) for unit in range(2)]
+    rows, pad = data.Rows.join(units), tokenizer.token_to_id(data.PAD)
+    ids, places = rows.ids.reshape(-1), rows.places.reshape(-1)
+    used = places[places >= 0]
+    assert len(used) > 100 and sorted(used) == np.flatnonzero(ids == pad).tolist()
+    numbers = rows.grid[:, ::4, 4].reshape(-1)
+    rope = rows.rope.transpose(0, 2, 1).reshape(-1, 3)
+    for unit in range(2):
+        half = slice(unit * len(places) // 2, (unit + 1) * len(places) // 2)
+        for number in set(numbers[half]) - {-1}:
+            at = np.flatnonzero(numbers[half] == number) + half.start
+            first = places[at[0]]
+            np.testing.assert_array_equal(places[at], range(first, first + len(at)))
+            blocks = rows.grid.reshape(-1, 5)[at * 4, :2] // 2
+            np.testing.assert_array_equal(rope[places[at]] - rope[first], np.c_[np.zeros(len(at)), blocks])
+    rng, drawn = random.Random("1 0"), []
+    while len(drawn) < 60:
+        example, _ = data.draw(rng, 200)
+        drawn += [data.cut(picture.draw())[0].tobytes() for picture in example.pictures]
+    n = len(units[0].grid[0])
+    for number in set(units[0].grid[0, :, 4]) - {-1}:
+        found = units[0].patches[0, :n][units[0].grid[0, :, 4] == number]
+        assert found.tobytes() in drawn
+
+
+def test_pictures_without_room_do_not_end_a_unit(tokenizer, monkeypatch):
+    """Text fills the rows beside the few pictures that fit."""
+    def large(rng, *_):
+        return dataclasses.replace(make(rng), pictures=(Square((384, 384), COLOURS["red"]),), messages=[
+            {"role": "user", "content": [{"type": "image"}]}, {"role": "assistant", "content": "red"}])
+    monkeypatch.setattr(data.tasks, "TASKS", {"squares": (1, large), "lists": (4, tasks.TASKS["lists"][1])})
+    rows = data.pack(tokenizer, 1, 0, 200, data.Layout(2, 2048, 1))
+    assert (rows.places >= 0).sum() == data.PICTURE_ROW             # four of 144 tokens
+    assert (rows.ids != 0).mean() > 0.9
+
+
+# ---- training ------------------------------------------------------------------------------------------
+
+TINY = network.Shape(n_vocab=512, hidden=32, ffn=64, n_layers=2, attention_interval=2, head_dim=32, rope_dim=16,
+                     linear_head_dim=16)
+
+
+def new_checkpoint(tokenizer):
+    torch.manual_seed(0)
+    made = dataclasses.replace(SMALL, width=32, ffn=64)
+    return Checkpoint(network.Network(TINY), tokenizer, 1, tower=tower.Tower(made))
+
+
+def test_what_a_picture_shows_changes_what_follows_it_alone(tokenizer, squares):
+    checkpoint = new_checkpoint(tokenizer)
+    net = checkpoint.network.eval()
+    with torch.no_grad():
+        for name, parameter in net.named_parameters():
+            if name.endswith(("ffn_down.weight", "ssm_out.weight", "attn_output.weight")):
+                parameter.normal_(std=parameter.shape[1] ** -0.5)
+    rows = data.pack(tokenizer, 1, 0, 200, LAYOUT)
+    other = rows.patches.copy()
+    other[0, rows.grid[0, :, 4] == 1] ^= 255
+
+    def hidden(patches):
+        ids, position = (torch.from_numpy(each).long() for each in (rows.ids, rows.position))
+        seen = train.seen_by(checkpoint.tower, rows._replace(patches=patches), "cpu")
+        with torch.no_grad():
+            trunk = net.hidden(ids, position, network.dense_mask(position), seen=seen)
+            return trunk, net.draft_hidden(ids, position, network.dense_mask(position), trunk * 0, seen)
+    (before, draft), (after, draft_after) = hidden(rows.patches), hidden(other)
+    changed = (before != after).any(2).flatten().numpy()
+    first = rows.places.reshape(-1)[np.flatnonzero(rows.grid[0, ::4, 4] == 1)[0]]
+    begin = first - rows.position.reshape(-1)[first]
+    end = begin + 1 + np.flatnonzero(rows.position.reshape(-1)[begin + 1:] == 0)[0]
+    assert changed[first:end].all() and not changed[:first].any() and not changed[end:].any()
+    assert torch.equal(draft, draft_after)          # of the picture itself the draft block sees its tokens alone
+
+
+def test_colours_are_learnt(tokenizer, squares, monkeypatch):
+    """An even guess has 1.4 nats a word. What is learnt is in the pictures: other pictures are answered wrongly."""
+    monkeypatch.setattr(data, "PICTURE_ROW", 144)
+    units = [data.pack(tokenizer, 1, unit, 200, data.Layout(1, 1024, 1)) for unit in range(9)]
+    checkpoint = new_checkpoint(tokenizer)
+    optimizer = train.Optimizer(checkpoint.network, checkpoint.tower)
+
+    def losses(rows):
+        loss, sums, _ = train.weighted_losses(checkpoint.network, checkpoint.tower, rows, "cpu")
+        return loss, (sums[0] / sums[1])[0].item()
+    for step in range(150):
+        losses(units[step % 8])[0].backward()
+        optimizer.step(1e-2)
+    with torch.no_grad():
+        unseen, wrong = (losses(rows)[1] for rows in (units[8], units[8]._replace(patches=255 - units[8].patches)))
+    assert unseen < 0.9 and wrong > 2 * unseen      # 0.62 and 1.96
+
+
+def test_checkpoints_keep_the_tower(tokenizer, tmp_path):
+    checkpoint = new_checkpoint(tokenizer)
+    checkpoint.optimizer = train.Optimizer(checkpoint.network, checkpoint.tower).tensors()
+    save_checkpoint(tmp_path / "seeing", checkpoint)
+    save_checkpoint(tmp_path / "blind", dataclasses.replace(checkpoint, tower=None))
+    loaded = load_checkpoint(tmp_path / "seeing")
+    assert loaded.tower.shape == checkpoint.tower.shape and loaded.optimizer.keys() == checkpoint.optimizer.keys()
+    for name, values in checkpoint.tower.named_parameters():
+        assert relative(loaded.tower.get_parameter(name), values) < 1e-3 if values.any() else True
+    assert load_checkpoint(tmp_path / "blind").tower is None
