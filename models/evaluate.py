@@ -2,6 +2,7 @@
 
     python models/evaluate.py                                     # the shipped file, on qengine
     python models/evaluate.py FILE.gguf --tasks facts recall --n 100 --card emulated --json scores.json
+    python models/evaluate.py FILE.gguf --mmproj MMPROJ.gguf      # with another tower than the shipped one
     python models/evaluate.py --torch                             # the same file in PyTorch, MTP drafts too
     python models/evaluate.py --torch CHECKPOINT                  # or a checkpoint
 
@@ -29,10 +30,11 @@ from models import tasks  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent
 FILE = ROOT / "qengine-10m-Q8_0.gguf"
-RECALL_LENGTHS = (1000, 4000)
+TOWER_FILE = ROOT / "qengine-10m-mmproj-Q8_0.gguf"
+RECALL_LENGTHS = (1000, 4000, 16_384)
 OTHER_LENGTH = 400       # tokens of context for tasks other than recall
 MAX_ANSWER = 256
-CONTEXT = 5632           # the longest context and its answer
+CONTEXT = 18_432         # the longest context and its answer
 SLOTS = 8                # answers at a time on qengine
 BATCH = 64               # and in PyTorch
 BATCH_TOKENS = 65536
@@ -114,17 +116,21 @@ def note(name: str, started: float):
 # ---- qengine -------------------------------------------------------------------------------------------
 
 
-def engine_scores(model: str | Path, n: int, names=None, card: str | None = None) -> dict:
+def engine_scores(model: str | Path, n: int, names=None, card: str | None = None,
+                  mmproj: str | Path | None = None) -> dict:
+    """Sections that need a longer context than the model's, or eyes that it has not, are left out and named."""
     import qengine
 
-    engine = qengine.load(model, card=card, ctx=CONTEXT, slots=SLOTS)
+    context = min(CONTEXT, qengine.GGUF(model).get("qwen35.context_length", int))
+    engine = qengine.load(model, card=card, ctx=context, slots=SLOTS, mmproj=mmproj)
     scores = {}
     for name, (make, length) in sections(names).items():
         examples, started = held_out(name, make, length, n), time.monotonic()
-        requests = [qengine.Request(engine.encode(engine.template.render(
-            example.messages[:-1], example.tools, enable_thinking=example.thinking)), max_tokens=MAX_ANSWER,
-            grammar=grammar_of(example) if name in tasks.ENFORCED else None) for example in examples]
-        generations = [engine.submit(request) for request in requests]
+        if length > context or engine.eyes is None and any(example.pictures for example in examples):
+            print(f"{name} is left out: {'a context' if length > context else 'pictures'} beyond this model",
+                  file=sys.stderr, flush=True)
+            continue
+        generations = [engine.submit(request_of(engine, name, example)) for example in examples]
         texts = ["".join(delta.text for delta in generation) for generation in generations]
         scores |= score(name, examples, texts)
         note(name, started)
@@ -139,17 +145,33 @@ def grammar_of(example) -> str:
     return checked_grammar("start: " + json_value(example.expect["schema"]))
 
 
+def request_of(engine, section, example):
+    """The request for an example's answer, with its pictures."""
+    import qengine
+    from engine.images import Picture, prompt_fields
+
+    ids = engine.encode(engine.template.render(example.messages[:-1], example.tools,
+                                               enable_thinking=example.thinking))
+    pictures = tuple(Picture.of(picture.draw()) for picture in example.pictures)
+    return qengine.Request(**prompt_fields(ids, pictures, engine.eyes), max_tokens=MAX_ANSWER,
+                           grammar=grammar_of(example) if section in tasks.ENFORCED else None)
+
+
 # ---- PyTorch -------------------------------------------------------------------------------------------
 
 
 def torch_scores(network, tokenizer, n: int, names=None) -> dict:
-    """The same in PyTorch, with each section's drafts, "accepted" of "drafted", and "perplexity"."""
+    """The same in PyTorch, with each section's drafts, "accepted" of "drafted", and "perplexity". Sections with pictures
+    are left out and named: qengine scores them."""
     scores = {}
     for name, (make, length) in sections(names).items():
         if name in tasks.ENFORCED:
             print(f"{name} is left out: qengine enforces schemas", file=sys.stderr, flush=True)
             continue
         examples, started = held_out(name, make, length, n), time.monotonic()
+        if any(example.pictures for example in examples):
+            print(f"{name} is left out: pictures are scored on qengine", file=sys.stderr, flush=True)
+            continue
         prompts = [to_ids(tokenizer, tasks.render(example, for_generation=True)) for example in examples]
         answers = generate(network, prompts, tokenizer.token_to_id("<|im_end|>"))
         texts = [to_text(tokenizer, answer) for answer in answers]
@@ -265,6 +287,8 @@ def main():
     parser.add_argument("--tasks", nargs="+", choices=list(SECTIONS), metavar="SECTION",
                         help=", ".join(SECTIONS))
     parser.add_argument("--n", type=int, default=100, help="examples per task")
+    parser.add_argument("--mmproj", default=TOWER_FILE if TOWER_FILE.exists() else None,
+                        help="the file of its tower; by default that of the shipped model, where it is there")
     parser.add_argument("--card", help="as for qengine.py")
     parser.add_argument("--torch", metavar="CHECKPOINT", nargs="?", const="",
                         help="score in PyTorch instead: the model file, or this checkpoint")
@@ -277,7 +301,7 @@ def main():
         network.to("cuda" if torch.cuda.is_available() else "cpu")
         scores = torch_scores(network, tokenizer, options.n, options.tasks)
     else:
-        scores = engine_scores(options.model, options.n, options.tasks, options.card)
+        scores = engine_scores(options.model, options.n, options.tasks, options.card, options.mmproj)
     print(show_scores(scores))
     if options.json:
         Path(options.json).write_text(json.dumps(scores, indent=1, ensure_ascii=False))

@@ -15,7 +15,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from models.checkpoint import load_checkpoint  # noqa: E402
-from models.data import MERGE, SIZE, byte_level_tokenizer  # noqa: E402
+from models.data import MERGE, SIZE, byte_level_tokenizer, cut  # noqa: E402
 from models.network import Network, Shape  # noqa: E402
 from models.tower import Tower, TowerShape  # noqa: E402
 
@@ -242,13 +242,59 @@ NAMES = {"token_embd.weight": "model.embed_tokens.weight", "output_norm.weight":
          "output.weight": "lm_head.weight"}
 
 
+TOWER_NAMES = {
+    "v.patch_embd": "patch_embed.proj", "v.position_embd": "pos_embed", "v.post_ln": "merger.norm",
+    "mm.0": "merger.linear_fc1", "mm.2": "merger.linear_fc2", "v.blk.": "blocks.", "ln1": "norm1", "ln2": "norm2",
+    "attn_qkv": "attn.qkv", "attn_out": "attn.proj", "ffn_up": "mlp.linear_fc1", "ffn_down": "mlp.linear_fc2",
+}
+
+
 def to_transformers(network: Network):
     """transformers' Qwen3_5ForCausalLM with the network's trunk, float32. It knows no MTP blocks."""
-    from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
+    from transformers import Qwen3_5ForCausalLM
 
-    s = network.shape
+    model = Qwen3_5ForCausalLM(_text_config(network.shape)).eval()
+    model.load_state_dict(_text_state(network))
+    return model
+
+
+def to_transformers_that_sees(network: Network, tower: Tower, pad: int):
+    """transformers' Qwen3_5ForConditionalGeneration, float32. pad: the id of a picture's tokens. The norms of its tower
+    have an epsilon of their own, 1e-6."""
+    from transformers import Qwen3_5Config, Qwen3_5ForConditionalGeneration, Qwen3_5VisionConfig
+
+    t = tower.shape
+    vision = Qwen3_5VisionConfig(
+        depth=t.n_blocks, hidden_size=t.width, intermediate_size=t.ffn, num_heads=t.n_heads, patch_size=SIZE,
+        spatial_merge_size=MERGE, out_hidden_size=t.hidden, num_position_embeddings=t.side ** 2)
+    config = Qwen3_5Config(text_config=_text_config(network.shape), vision_config=vision, image_token_id=pad,
+                           tie_word_embeddings=network.shape.tied)
+    model = Qwen3_5ForConditionalGeneration(config).eval()
+    state = {name.replace("model.", "model.language_model."): values for name, values in _text_state(network).items()}
+    tensors = tower_tensors(tower)
+    tensors[KERNELS[0]] = np.stack([tensors.pop(name) for name in reversed(KERNELS)], 2)
+    for name, values in tensors.items():
+        for ours, theirs in TOWER_NAMES.items():
+            name = name.replace(ours, theirs)
+        state[f"model.visual.{name}"] = torch.from_numpy(np.ascontiguousarray(values))
+    model.load_state_dict(state)
+    return model
+
+
+def transformers_pictures(pictures: list[np.ndarray], ids: list[int], pad: int) -> dict[str, torch.Tensor]:
+    """What it takes with a prompt's ids: the pictures, uint8 [height, width, 3], at both moments of a video."""
+    patches = np.concatenate([cut(pixels)[0] for pixels in pictures]).reshape(-1, 3, 1, SIZE * SIZE)
+    values = patches.repeat(2, axis=2).reshape(len(patches), -1) / 127.5 - 1
+    sizes = [(1, *(side // SIZE for side in pixels.shape[:2])) for pixels in pictures]
+    return {"pixel_values": torch.from_numpy(values).float(), "image_grid_thw": torch.tensor(sizes),
+            "mm_token_type_ids": (torch.tensor([ids]) == pad).int()}
+
+
+def _text_config(s: Shape):
+    from transformers import Qwen3_5TextConfig
+
     kinds = ["full_attention" if s.is_attention(i) else "linear_attention" for i in range(s.n_layers)]
-    config = Qwen3_5TextConfig(
+    return Qwen3_5TextConfig(
         vocab_size=s.n_vocab, hidden_size=s.hidden, intermediate_size=s.ffn, num_hidden_layers=s.n_layers,
         num_attention_heads=s.n_heads, num_key_value_heads=s.n_kv_heads, head_dim=s.head_dim,
         linear_conv_kernel_dim=s.conv_width, linear_key_head_dim=s.linear_head_dim,
@@ -258,14 +304,12 @@ def to_transformers(network: Network):
         rope_parameters={"rope_type": "default", "rope_theta": s.rope_base, "mrope_section": [11, 11, 10],
                          "mrope_interleaved": True, "partial_rotary_factor": s.rope_dim / s.head_dim},
         layer_types=kinds)
-    state = {}
-    for name, values in network.state_dict().items():
-        if not name.startswith(f"blk.{s.n_layers}."):
-            theirs, values = _to_transformers(name, values, s)
-            state[theirs] = values
-    model = Qwen3_5ForCausalLM(config).eval()
-    model.load_state_dict(state)
-    return model
+
+
+def _text_state(network: Network) -> dict[str, torch.Tensor]:
+    draft = f"blk.{network.shape.n_layers}."
+    return dict(_to_transformers(name, values, network.shape) for name, values in network.state_dict().items()
+                if not name.startswith(draft))
 
 
 def _to_transformers(name: str, values: torch.Tensor, shape: Shape) -> tuple[str, torch.Tensor]:

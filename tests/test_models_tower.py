@@ -122,6 +122,29 @@ def test_reference_outputs(case, rgb):
     assert relative(logits[len(ids) - len(tail):len(ids)], tail) < 1e-5
 
 
+def test_pictures_and_logits_are_those_of_transformers():
+    """Two pictures between text: rows, rotary positions and what follows."""
+    pytest.importorskip("transformers.models.qwen3_5")
+    torch.manual_seed(1)
+    shape = network.Shape(n_vocab=512, hidden=64, ffn=96, n_layers=4, n_heads=2)
+    net, made = network.Network(shape).eval(), random_tower(dataclasses.replace(SMALL, hidden=64))
+    with torch.no_grad():
+        for name, parameter in net.named_parameters():
+            if name.endswith(("ffn_down.weight", "ssm_out.weight", "attn_output.weight")):
+                parameter.normal_(std=parameter.shape[1] ** -0.5)
+    pictures, pad = [pixels(2, 5, 1), pixels(3, 1, 2)], 511
+    ids = [5, 6, *[pad] * 10, 7, *[pad] * 3, *range(8, 40)]
+    rope = torch.from_numpy(PromptPictures(ids, list(map(Picture.of, pictures)), pad).rope).long()
+    with torch.no_grad():
+        model = export.to_transformers_that_sees(net, made, pad)
+        theirs = model(torch.tensor([ids]), **export.transformers_pictures(pictures, ids, pad)).logits[0]
+        seen = network.Seen(filled(rope)[None], (torch.tensor(ids) == pad).nonzero()[:, 0], rows_of(made, *pictures))
+        position = torch.arange(64)[None]
+        given = filled(torch.tensor(ids))[None]
+        ours = net.logits(net.hidden(given, position, network.dense_mask(position), seen=seen))[0, :len(ids)]
+    assert relative(ours, theirs) < 1e-5
+
+
 def filled(x):
     """Filled up to whole chunks."""
     return torch.nn.functional.pad(x, (0, -x.shape[-1] % network.CHUNK))
