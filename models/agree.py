@@ -1,6 +1,6 @@
-"""Compare qengine with llama.cpp and transformers on one model file: greedy answers and perplexity.
+"""Compare qengine with llama.cpp and transformers on one model file: greedy answers, also to pictures, and perplexity.
 
-    python models/agree.py [FILE.gguf] [--checkpoint DIR]
+    python models/agree.py [FILE.gguf] [--mmproj MMPROJ.gguf] [--checkpoint DIR]
 
 The reference is transformers, which runs the file's dequantised weights in float32. qengine and llama.cpp multiply by
 activations of 8 bits, so they may choose another token where the reference's two best tokens are nearly equal.
@@ -9,22 +9,25 @@ How nearly is measured. The margin is the difference of the reference's two best
 of that difference in the other program, over all positions before its answer departs from the reference's. An answer
 that departs where the margin is above three times the noise is one too many, and the exit code is 1.
 
-With --checkpoint, perplexity is also taken with the weights as they were trained.
+Prompts with pictures are answered where there is a tower; llama.cpp is asked for text alone. With --checkpoint,
+perplexity is also taken with the weights as they were trained.
 """
 
 import argparse
 import random
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import qengine  # noqa: E402
 from models import tasks  # noqa: E402
-from models.evaluate import FILE  # noqa: E402
+from models.evaluate import FILE, TOWER_FILE, request_of  # noqa: E402
 
 N_PROMPTS = 20               # half of them Korean
+N_SEEN = 6                   # prompts with pictures
 N_TOKENS = 64
 NOISE = 3                # times the rms difference of two margins: what 8-bit rounding may decide
 WINDOW = 2048                # tokens of held-out text that are scored at a time
@@ -33,31 +36,47 @@ TEXT_TOKENS = 16_000
 
 def held_out_prompts() -> list[str]:
     """Rendered prompts of the short tasks in turn."""
-    names = [name for name in tasks.TASKS if name not in ("recall", "text")]
+    names = [name for name in tasks.TASKS if name not in ("recall", "text", "pictures")]
     rng = random.Random("agree")
     return [tasks.render(tasks.TASKS[names[i // 2 % len(names)]][1](rng, True, None, ("en", "ko")[i % 2]),
                          for_generation=True) for i in range(N_PROMPTS)]
 
 
-def reference_answer(model, prompt: list[int]) -> tuple[list[int], np.ndarray]:
+def held_out_pictures() -> list:
+    """Examples with pictures."""
+    rng, found = random.Random("agree"), []
+    while len(found) < N_SEEN:
+        example = tasks.TASKS["pictures"][1](rng, True, None, ("en", "ko")[len(found) % 2])
+        found += [example] if example.pictures else []
+    return found
+
+
+class Prompt(NamedTuple):
+    ids: list[int]          # a picture's tokens are a run of pads
+    pictures: tuple = ()    # Pictures of engine/images.py
+
+
+def reference_answer(model, prompt: Prompt, pad: int) -> tuple[list[int], np.ndarray]:
     """(greedy tokens, logits [N_TOKENS, n_vocab] they were chosen from) of transformers."""
     import torch
 
-    out = model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=N_TOKENS,
-                         return_dict_in_generate=True, output_logits=True)
-    return out.sequences[0, len(prompt):].tolist(), torch.cat(out.logits).numpy()
+    from models.export import transformers_pictures
+    seen = transformers_pictures([each.pixels for each in prompt.pictures], prompt.ids, pad) if prompt.pictures else {}
+    out = model.generate(torch.tensor([prompt.ids]), do_sample=False, max_new_tokens=N_TOKENS,
+                         return_dict_in_generate=True, output_logits=True, **seen)
+    return out.sequences[0, len(prompt.ids):].tolist(), torch.cat(out.logits).numpy()
 
 
 class QEngine:
-    def __init__(self, path: str):
-        self.engine = qengine.load(path, ctx=WINDOW, progress=False)
+    def __init__(self, path: str, mmproj: str | None):
+        self.engine = qengine.load(path, ctx=WINDOW, progress=False, mmproj=mmproj)
 
     def answer(self, prompt):
-        request = qengine.Request(prompt, max_tokens=N_TOKENS, ignore_eos=True)
+        request = qengine.Request(prompt.ids, max_tokens=N_TOKENS, ignore_eos=True, pictures=prompt.pictures)
         return [delta.token_id for delta in self.engine.submit(request)]
 
-    def logits(self, ids):
-        return self.engine.evaluate(ids)
+    def logits(self, ids, pictures=()):
+        return self.engine.evaluate(ids, pictures=pictures)
 
 
 class LlamaCpp:
@@ -68,10 +87,10 @@ class LlamaCpp:
 
     def answer(self, prompt):
         self.llama.reset()
-        tokens = self.llama.generate(prompt, temp=0.0)
+        tokens = self.llama.generate(prompt.ids, temp=0.0)
         return [next(tokens) for _ in range(N_TOKENS)]
 
-    def logits(self, ids):
+    def logits(self, ids, pictures=()):
         self.llama.reset()
         self.llama.eval(ids)
         return np.array(self.llama.scores[:len(ids)])
@@ -83,7 +102,7 @@ def compare(name: str, engine, prompts, references) -> bool:
     leaves, errors = [], []
     for i, (prompt, (answer, logits)) in enumerate(zip(prompts, references, strict=True)):
         ours = engine.answer(prompt)
-        theirs = engine.logits(prompt + answer)[len(prompt) - 1:-1]
+        theirs = engine.logits(prompt.ids + answer, prompt.pictures)[len(prompt.ids) - 1:-1]
         rows, best = np.arange(N_TOKENS)[:, None], np.argsort(logits, 1)[:, :-3:-1]
         margin, margin_ours = (np.subtract(*x[rows, best].T) for x in (logits, theirs))
         step = next((t for t in range(N_TOKENS) if ours[t] != answer[t]), None)
@@ -91,12 +110,17 @@ def compare(name: str, engine, prompts, references) -> bool:
         if step is not None:
             leaves.append((i, step, margin[step]))
     noise = float(np.sqrt(np.mean(np.square(errors))))
-    print(f"{name}: {N_PROMPTS - len(leaves)} of {N_PROMPTS} answers of {N_TOKENS} tokens identical; "
+    print(f"{name}: {len(prompts) - len(leaves)} of {len(prompts)} answers of {N_TOKENS} tokens identical; "
           f"noise of the margin {noise:.3f} rms")
     for i, step, margin in leaves:
         verdict = "within the noise" if margin <= NOISE * noise else "BEYOND THE NOISE"
         print(f"  prompt {i} leaves at token {step}, where the reference's margin is {margin:.3f}: {verdict}")
     return all(margin <= NOISE * noise for *_, margin in leaves)
+
+
+def references_of(model, prompts: list[Prompt], pad: int) -> list:
+    model.generation_config.eos_token_id = None
+    return [reference_answer(model, prompt, pad) for prompt in prompts]
 
 
 def mean_loss(logits_of, ids: list[int]) -> float:
@@ -123,17 +147,23 @@ def transformers_logits(model):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("model", nargs="?", default=str(FILE))
+    parser.add_argument("--mmproj", default=TOWER_FILE if TOWER_FILE.exists() else None,
+                        help="the file of its tower; by default that of the shipped model, where it is there")
     parser.add_argument("--checkpoint", metavar="DIR", help="the checkpoint that the file was exported from")
     options = parser.parse_args()
 
-    from models.export import read_gguf, to_transformers
-    model = to_transformers(read_gguf(options.model))
-    model.generation_config.eos_token_id = None
-    ours = QEngine(options.model)
-    prompts = [ours.engine.encode(text) for text in held_out_prompts()]
-    references = [reference_answer(model, prompt) for prompt in prompts]
+    from models.export import read_gguf, read_tower, to_transformers, to_transformers_that_sees
+    network, ours = read_gguf(options.model), QEngine(options.model, options.mmproj)
+    model, pad = to_transformers(network), ours.engine.tokenizer.control["<|image_pad|>"]
+    prompts = [Prompt(ours.engine.encode(text)) for text in held_out_prompts()]
+    references = references_of(model, prompts, pad)
     agrees = compare("qengine", ours, prompts, references)
     compare("llama.cpp", LlamaCpp(options.model), prompts, references)
+    if options.mmproj:
+        requests = [request_of(ours.engine, example) for example in held_out_pictures()]
+        prompts = [Prompt(request.prompt_ids, request.pictures) for request in requests]
+        sees = to_transformers_that_sees(network, read_tower(options.mmproj), pad)
+        agrees &= compare("qengine, pictures", ours, prompts, references_of(sees, prompts, pad))
 
     ids = ours.engine.tokenizer.encode(tasks.heldout_text(random.Random("perplexity"), TEXT_TOKENS))
     losses = {"qengine, Q8_0": mean_loss(ours.logits, ids),

@@ -161,8 +161,8 @@ def request_of(engine, section, example):
 
 
 def torch_scores(network, tokenizer, n: int, names=None) -> dict:
-    """The same in PyTorch, with each section's drafts, "accepted" of "drafted", and "perplexity". Sections with pictures
-    are left out and named: qengine scores them."""
+    """The same in PyTorch, with each section's drafts, "accepted" of "drafted", and "perplexity". Sections with
+    pictures are left out and named: qengine scores them."""
     scores = {}
     for name, (make, length) in sections(names).items():
         if name in tasks.ENFORCED:

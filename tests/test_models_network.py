@@ -345,7 +345,8 @@ def test_the_phases_of_the_run():
     for phase in train.PHASES:
         assert phase.layout.n_rows * phase.layout.n_tokens == data.UNIT_TOKENS
         longest = max(length for _, length in phase.contexts)
-        assert phase.layout.n_tokens % 128 == 0 and 1.05 * longest + 300 < phase.layout.n_tokens <= network.Shape().context
+        assert phase.layout.n_tokens % 128 == 0
+        assert 1.05 * longest + 300 < phase.layout.n_tokens <= network.Shape().context
 
 
 @pytest.mark.parametrize("options, complaint", [
