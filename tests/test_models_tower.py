@@ -15,7 +15,7 @@ from engine.sight import PromptPictures
 from engine.vision import FileVisionWeights
 from engine.vision import Tower as EngineTower
 from kernels import patches
-from models import data, export, network, tasks, tower, train  # noqa: E402
+from models import data, evaluate, export, network, tasks, tower, train  # noqa: E402
 from models.checkpoint import Checkpoint, load_checkpoint, save_checkpoint  # noqa: E402
 from tests.oracle import oracle_npz, oracle_path  # noqa: E402
 
@@ -188,6 +188,39 @@ def test_exported_tower_runs(card, tmp_path):
     for _ in engine_tower.encode([given], [out]):
         pass
     assert relative(card.download(out), rows_of(read, given.pixels)) < 2e-3
+
+
+def test_scores_of_pictures(tokenizer, tmp_path, monkeypatch, capsys):
+    """qengine sees them, and is asked nothing that it cannot see or hold."""
+    shape = network.Shape(n_vocab=512, hidden=64, ffn=96, n_layers=4, n_heads=2, context=2048)
+    template = (export.ROOT / "chat_template.jinja").read_text("utf-8")
+    export.write_gguf(tmp_path / "small.gguf", network.Network(shape), tokenizer, template)
+    export.write_tower(tmp_path / "mmproj.gguf", random_tower(dataclasses.replace(SMALL, hidden=64)))
+    monkeypatch.setattr(evaluate, "SECTIONS", {"squares": make, "recall": tasks.TASKS["recall"][1]})
+    monkeypatch.setattr(evaluate, "RECALL_LENGTHS", (16_384,))
+    monkeypatch.setattr(evaluate, "MAX_ANSWER", 4)
+    seen = []
+
+    def judged(judge, examples, texts):
+        seen.extend(zip(examples, texts, strict=True))
+        return {}
+    monkeypatch.setattr(evaluate, "judged", judged)
+    asked = []
+    request_of = evaluate.request_of
+    monkeypatch.setattr(evaluate, "request_of", lambda *given: asked.append(request_of(*given)) or asked[-1])
+    scores = evaluate.engine_scores(tmp_path / "small.gguf", 3, mmproj=tmp_path / "mmproj.gguf", card="emulated")
+    assert list(scores) == ["squares"] and len(seen) == 3
+    assert "recall 16,384 is left out: a context beyond this model" in capsys.readouterr().err
+    for request, (example, _) in zip(asked, seen, strict=True):
+        drawn = [picture.draw() for picture in example.pictures]
+        assert len(drawn) == len(request.pictures)
+        assert all(np.array_equal(ours.pixels, theirs) for ours, theirs in zip(request.pictures, drawn))
+        pad = tokenizer.token_to_id(data.PAD)
+        assert request.prompt_ids == data.document_of(tokenizer, example, 0).ids.tolist()[:len(request.prompt_ids)]
+        assert request.prompt_ids.count(pad) == sum(map(data.size_of, example.pictures))
+    assert not evaluate.engine_scores(tmp_path / "small.gguf", 1, ["squares"], card="emulated")
+    assert "squares is left out: pictures beyond this model" in capsys.readouterr().err
+    assert set(evaluate.torch_scores(network.Network(shape), tokenizer, 1, ["squares"])) == {"perplexity"}
 
 
 def test_the_tower_of_the_model_fits_its_file(tmp_path):
