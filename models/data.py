@@ -40,7 +40,7 @@ THINKING_PROMPT = "<|im_start|>assistant\n<think>\n"
 PAD = "<|image_pad|>"        # stands for a picture in the text, and for each 32 x 32 pixels of it in a row
 PADDING, TEXT, TARGET = 0, 1, 2  # what a token is to the loss; a target is part of an answer; a picture is padding
 SHORTEST_CONTEXT = 200
-UNIT_TOKENS = 36_864         # of the rows that are packed together by one worker
+UNIT_TOKENS = 36_864         # of the rows that are packed together by one worker, roughly
 UNIT_PICTURE_ROWS = 4        # of a unit
 PICTURE_ROW = 576            # tokens of a row of pictures: as many as four of 384 x 384 pixels have
 SIZE, MERGE = 16, 2          # pixels of a patch and patches of a token, across and down
@@ -117,8 +117,8 @@ class Layout(NamedTuple):
 
     @classmethod
     def of(cls, n_tokens: int) -> "Layout":
-        """Of rows of so many tokens, as many as UNIT_TOKENS allow."""
-        return cls(UNIT_TOKENS // n_tokens, n_tokens, UNIT_PICTURE_ROWS)
+        """Of rows of so many tokens, as many as have about UNIT_TOKENS."""
+        return cls(max(1, round(UNIT_TOKENS / n_tokens)), n_tokens, UNIT_PICTURE_ROWS)
 
 
 class Rows(NamedTuple):

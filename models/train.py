@@ -7,7 +7,7 @@
 
 Training text and pictures are made on the fly by models/tasks. A checkpoint is a folder of files of at most 16 MB; it
 knows how much of the run is done, so that parts are one run. Rows are short at first and long at last, see PHASES: a
-step has as many tokens in each phase, and a part that ends where a phase does compiles for one shape alone.
+step has about as many tokens in each phase, and a part that ends where a phase does compiles for one shape alone.
 """
 
 import argparse
@@ -44,7 +44,7 @@ class Phase:
 
     start: float            # the share of the run that is done when it begins
     layout: data.Layout
-    contexts: tuple         # from which step on, contexts of up to how many tokens
+    contexts: tuple         # from which step on, contexts of up to how many tokens, which may be an eighth more
 
     def longest_context(self, step: int) -> int:
         """Short contexts first: copying is learnt there, then far away."""
@@ -52,7 +52,7 @@ class Phase:
 
 
 PHASES = (Phase(0.0, data.Layout.of(4608), ((0, 600), (300, 1500), (600, 4000))),
-          Phase(0.5, data.Layout.of(18_432), ((0, 16_800),)))
+          Phase(0.5, data.Layout.of(20_480), ((0, 17_400),)))
 TRIAL = (Phase(0.0, data.Layout(2, 512, 1), ((0, 300),)),)     # of --trial
 TRIAL_TEXTS = 1000
 
@@ -287,7 +287,7 @@ def main():
                         help=f"the share of the run in which the rate falls to 0: {COOLDOWN} unless given")
     parser.add_argument("--resume", metavar="DIR", help="go on from this checkpoint")
     parser.add_argument("--out", metavar="DIR", default="checkpoint", help="where the checkpoint goes")
-    parser.add_argument("--units", type=int, help=f"of {data.UNIT_TOKENS:,} tokens per step: {UNITS} unless given")
+    parser.add_argument("--units", type=int, help=f"of about {data.UNIT_TOKENS:,} tokens per step: {UNITS} unless given")
     parser.add_argument("--rate", type=float, default=3e-3, help="learning rate")
     parser.add_argument("--seed", type=int, help="of a new run: 1 unless given")
     parser.add_argument("--trial", action="store_true",

@@ -341,12 +341,12 @@ def test_phases_change_the_rows_in_a_run(tokenizer, monkeypatch):
 
 
 def test_the_phases_of_the_run():
-    """Every phase has as many tokens in a unit, and rows with room for its contexts and what stands around them."""
+    """Every phase has about as many tokens in a unit, and rows with room for its contexts and what stands around."""
     for phase in train.PHASES:
-        assert phase.layout.n_rows * phase.layout.n_tokens == data.UNIT_TOKENS
+        assert phase.layout.n_rows * phase.layout.n_tokens == pytest.approx(data.UNIT_TOKENS, rel=0.15)
         longest = max(length for _, length in phase.contexts)
         assert phase.layout.n_tokens % 128 == 0
-        assert 1.05 * longest + 300 < phase.layout.n_tokens <= network.Shape().context
+        assert 1.125 * longest + 100 < phase.layout.n_tokens <= network.Shape().context
 
 
 @pytest.mark.parametrize("options, complaint", [
