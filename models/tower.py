@@ -121,7 +121,8 @@ class Tower(nn.Module):
     def forward(self, patches, grid) -> Tensor:
         """float [R, P / 4, hidden] of the patches' pixels uint8 [R, P, 768], all of red, then green, then blue."""
         mask = block_picture_mask(grid) if patches.is_cuda else dense_picture_mask(grid)
-        x = self.v.patch_embd(patches.float() * (2 / 255) - 1) + positions(self.v.position_embd.weight, grid)
+        x = self.v.patch_embd(patches.float() * (2 / 255) - 1).float()      # the residual stream is float32
+        x = x + positions(self.v.position_embd.weight, grid)
         for block in self.v.blk:
             x = block(x, grid, mask)
         merged = self.v.post_ln(x).unflatten(1, (-1, MERGED)).flatten(2)

@@ -338,6 +338,27 @@ def test_colours_are_learnt(tokenizer, squares, monkeypatch):
     assert unseen < 0.9 and wrong > 2 * unseen      # 0.62 and 1.96
 
 
+def test_a_trial_trains_and_goes_on(tmp_path, monkeypatch, capsys):
+    """The command of a trial, with a small network, and again from the checkpoint that it left."""
+    monkeypatch.setattr(train, "Shape", lambda: TINY)
+    monkeypatch.setattr(train, "TowerShape", lambda hidden: dataclasses.replace(SMALL, hidden=hidden))
+    monkeypatch.setattr(data, "sample_many_texts", lambda seed, n, workers: data.sample_texts(seed, 200))
+
+    def run(*options):
+        monkeypatch.setattr("sys.argv", ["train.py", "--trial", "--out", str(tmp_path / "checkpoint"), *options])
+        train.main()
+        return load_checkpoint(tmp_path / "checkpoint")
+    first = run("--steps", "2")
+    second = run("--steps", "3", "--resume", str(tmp_path / "checkpoint"))
+    assert (first.step, second.step) == (2, 3) and second.history[:1] == first.history
+    assert [point["tokens"] for point in second.history] == [2048, 3072]
+    assert second.tower.shape.hidden == TINY.hidden and "waiting for data" in capsys.readouterr().out
+    save_checkpoint(tmp_path / "blind", dataclasses.replace(second, tower=None))
+    with pytest.raises(SystemExit):
+        run("--steps", "4", "--resume", str(tmp_path / "blind"), "--out", str(tmp_path / "other"))
+    assert "no tower" in capsys.readouterr().err
+
+
 def test_checkpoints_keep_the_tower(tokenizer, tmp_path):
     checkpoint = new_checkpoint(tokenizer)
     checkpoint.optimizer = train.Optimizer(checkpoint.network, checkpoint.tower).tensors()
