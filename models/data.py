@@ -188,8 +188,8 @@ class Shelves:
     def __init__(self, n_rows: int, size: int):
         self.size, self.free = size, [size] * n_rows
 
-    def place(self, sizes: list[int]) -> list[tuple[int, int]] | None:
-        """(row, place in it) of each of the sizes, or None, and nothing is placed, where one finds no room."""
+    def find(self, sizes: list[int]) -> list[tuple[int, int]] | None:
+        """(row, place in it) of each of the sizes, or None where one finds no room."""
         free, found = list(self.free), []
         for size in sizes:
             row = next((i for i, room in enumerate(free) if room >= size), None)
@@ -197,32 +197,35 @@ class Shelves:
                 return None
             found.append((row, self.size - free[row]))
             free[row] -= size
-        self.free = free
         return found
+
+    def take(self, found: list[tuple[int, int]], sizes: list[int]):
+        for (row, _), size in zip(found, sizes, strict=True):
+            self.free[row] -= size
 
 
 def pack(tokenizer: Tokenizer, seed: int, unit: int, longest: int, layout: Layout) -> Rows:
-    """One unit of rows, full when several documents have found no room for their tokens. Documents whose pictures find
-    none are left out; they are no sign of that, until there are ten times as many."""
+    """One unit of rows, full when MISSES documents have found no room for their tokens. A document whose pictures find
+    none is left out; that is no sign of a full unit, until there are ten times as many."""
     rng = random.Random(f"{seed} {unit}")
-    rows, shelves = _empty(layout), Shelves(layout.n_rows, layout.n_tokens)
-    pictures, n_pictures = Shelves(layout.picture_rows, PICTURE_ROW), 0
+    rows, n_pictures = _empty(layout), 0
+    texts, pictures = Shelves(layout.n_rows, layout.n_tokens), Shelves(layout.picture_rows, PICTURE_ROW)
     misses = crowded = 0
     while misses < MISSES and crowded < 10 * MISSES:
         document = document_of(tokenizer, *draw(rng, longest))
-        before = pictures.free
-        seats = pictures.place([size_of(picture) for _, picture in document.pictures])
-        spot = None if seats is None else shelves.place([len(document.ids)])
-        if spot is None:
-            pictures.free = before
-            misses, crowded = misses + (seats is not None), crowded + (seats is None)
+        length, sizes = [len(document.ids)], [size_of(picture) for _, picture in document.pictures]
+        spot, seats = texts.find(length), pictures.find(sizes)
+        if spot is None or seats is None:
+            misses, crowded = misses + (spot is None), crowded + (seats is None)
             continue
+        texts.take(spot, length)
+        pictures.take(seats, sizes)
         (row, start), = spot
         _put(rows, document, row, start)
         for (first, picture), seat in zip(document.pictures, seats):
             _put_picture(rows, picture, seat, row * layout.n_tokens + start + first, n_pictures)
             n_pictures += 1
-    for row, room in enumerate(shelves.free):   # the rest of a row is a document of zeros that counts for nothing
+    for row, room in enumerate(texts.free):     # the rest of a row is a document of zeros that counts for nothing
         rows.position[row, layout.n_tokens - room:] = rows.rope[row, :, layout.n_tokens - room:] = range(room)
     return rows
 

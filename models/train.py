@@ -287,7 +287,7 @@ def main():
                         help=f"the share of the run in which the rate falls to 0: {COOLDOWN} unless given")
     parser.add_argument("--resume", metavar="DIR", help="go on from this checkpoint")
     parser.add_argument("--out", metavar="DIR", default="checkpoint", help="where the checkpoint goes")
-    parser.add_argument("--units", type=int, help=f"of about {data.UNIT_TOKENS:,} tokens per step: {UNITS} unless given")
+    parser.add_argument("--units", type=int, help=f"of about {data.UNIT_TOKENS:,} tokens a step: {UNITS} unless given")
     parser.add_argument("--rate", type=float, default=3e-3, help="learning rate")
     parser.add_argument("--seed", type=int, help="of a new run: 1 unless given")
     parser.add_argument("--trial", action="store_true",
