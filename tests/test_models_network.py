@@ -25,7 +25,7 @@ SMALL = network.Shape(n_vocab=512, hidden=64, ffn=96, n_layers=4, n_heads=2)
 TINY = network.Shape(n_vocab=512, hidden=32, ffn=64, n_layers=2, attention_interval=2, head_dim=32,
                      rope_dim=16, linear_head_dim=16)  # no file has such heads, but it learns fast
 TINY_TOWER = tower.TowerShape(width=32, n_blocks=2, n_heads=2, ffn=64, side=4, hidden=32)
-SHORT = data.Layout(2, 512, 1)
+SHORT = data.Layout(2, 512, 0)     # no pictures: see tests/test_models_tower.py
 
 
 def relative(ours, reference) -> float:
@@ -332,7 +332,7 @@ def test_phases_change_the_rows_in_a_run(tokenizer, monkeypatch):
         def close(self):
             made.append("closed")
     monkeypatch.setattr(data, "Batches", Batches)
-    phases = (train.Phase(0, SHORT, ((0, 100), (1, 200))), train.Phase(0.5, data.Layout(1, 1024, 1), ((0, 900),)))
+    phases = (train.Phase(0, SHORT, ((0, 100), (1, 200))), train.Phase(0.5, data.Layout(1, 1024, 0), ((0, 900),)))
     checkpoint = new_checkpoint(tokenizer)
     train.train(checkpoint, 4, None, phases=phases, units=1, log=lambda line: None, part=3)
     assert made == [(0, 512, 100), "closed", (2, 1024, 900), "closed"]
