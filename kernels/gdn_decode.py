@@ -61,7 +61,7 @@ from kernels.conv import convolve, ring_index
 from kernels.gdn import (HEAD, NORM_EPS, QUERY_SCALE, TOLERANCE, Decay, LinearHeads, error_by_largest, random_inputs,
                          reference, split)
 from kernels.intrinsics import (exp, let_next_begin, load_floats4, load_word, load_words4, opaque, rsqrt, sigmoid,
-                                silu, softplus, store_floats4, store_words4, wait_for_previous, warp_sum)
+                                silu, softplus, store_floats4, store_words4, uniform, wait_for_previous, warp_sum)
 from kernels.norm import gate_head, gated_norm_reference, store_plain, store_quantized
 from kernels.quantize import quantize_reference
 from kernels.records import CHECK_ROWS, VECTORS, Pending, Places, Projected, States
@@ -81,7 +81,7 @@ K_NORM_AT, Q_NORM_AT, KQ_AT, KEEP_AT, RATE_AT, SCALARS = range(6)  # their place
 PENDING = CHECK_ROWS - 1
 K, D = 3, 4            # where a record has k and d, counted in vectors of 128; before them inputs of q, k and v
 RECORD = VECTORS * HEAD
-AT_ONCE = 4            # rows whose loads are in flight at once
+AT_ONCE = 4            # rows whose loads are in flight at once, where two blocks share an SM
 KEPT = 3 * WARPS       # words of shared memory: each warp's slot, position and number of pending rows
 STAGERS = 2 * HEAD // 4  # threads that load k and d of a record, 16 bytes each
 assert (PENDING + 1) * STAGERS == THREADS and THREADS * 4 <= SUMS
@@ -192,9 +192,9 @@ def inputs_before(ring, vectors, slot, position, channel, channels, n_pending, r
 
 
 @cache
-def projected_loader(most):
-    """How a thread takes its column of the `most` rows of an answer: a single row in a register, several into qkvz. It
-    returns that register, and a gate: on lane j that of row j."""
+def projected_loader(most, at_once):
+    """How a thread takes its column of the `most` rows of an answer: a single row in a register, several into qkvz,
+    `at_once` at a time. It returns that register, and a gate: on lane j that of row j."""
 
     @cuda.jit(device=True, forceinline=True)
     def take_one(qkvz, projected, stride, answer, width, column, gate_column):
@@ -203,39 +203,42 @@ def projected_loader(most):
     @cuda.jit(device=True, forceinline=True)
     def take_several(qkvz, projected, stride, answer, width, column, gate_column):
         answers, lane = uint32(cuda.gridDim.y), uint32(cuda.threadIdx.x & 31)
-        thread, held = uint32(cuda.threadIdx.x), cuda.local.array(AT_ONCE, float32)
+        thread, held = uint32(cuda.threadIdx.x), cuda.local.array(at_once, float32)
         row = uint32((lane if lane < width else uint32(0)) * answers + answer)
         gate = projected[uint32(row * stride + gate_column)]
         first = uint32(0)
         while first < width:
-            for j in range(AT_ONCE):
+            for j in range(at_once):
                 row = uint32(first + uint32(j))
                 if row < width:
                     held[j] = projected[uint32(uint32(row * answers + answer) * stride + column)]
-            for j in range(AT_ONCE):
+            for j in range(at_once):
                 if uint32(first + uint32(j)) < width:
                     qkvz[uint32(uint32(first + uint32(j)) * uint32(QKVZ) + thread)] = held[j]
-            first = uint32(first + uint32(AT_ONCE))
+            first = uint32(first + uint32(at_once))
         return float32(0), gate
 
     return take_one if most == 1 else take_several
 
 
 @cache
-def decode_kernel(quantized, early, keeps_records, most):
+def decode_kernel(quantized, early, keeps_records, most, alone=False):
     """The kernel with int8 or float32 output. early: what earlier steps left is read before the wait for the previous
     launch (kernels/intrinsics.py). keeps_records: there are pending rows (kernels/records.py). most: rows of an answer
-    that it takes, 1 or CHECK_ROWS."""
-    store, take_projected = store_quantized if quantized else store_plain, projected_loader(most)
+    that it takes, 1 or CHECK_ROWS. alone: a block has an SM for itself, so its threads may take twice the registers."""
+    store, at_once = store_quantized if quantized else store_plain, CHECK_ROWS if alone else AT_ONCE
+    take_projected, blocks = projected_loader(most, at_once), 1 if alone else BLOCKS
     qkvz_size, out_size, n_scalars = most * QKVZ, most * OUT, most * SCALARS
 
-    @cuda.jit(launch_bounds=(THREADS, BLOCKS))
+    @cuda.jit(launch_bounds=(THREADS, blocks))
     def gdn_decode_kernel(q_out, d_out, state, ring, accepted, vectors, keeps, projected, stride, conv_w, ssm_a,
                           dt_bias, norm_w, row_slot, row_pos, width, n_k, n_v, eps):
         """Grid (n_v, answers)."""
         let_next_begin()
         thread = uint32(cuda.threadIdx.x)
         lane, warp = uint32(thread & uint32(31)), uint32(thread >> uint32(5))
+        if alone:       # for two blocks on an SM, the number in a register of its own would be one too many
+            warp = uniform(warp)
         head, answer, answers = uint32(cuda.blockIdx.x), uint32(cuda.blockIdx.y), uint32(cuda.gridDim.y)
         key_head = uint32(head % n_k)
         channels = uint32((n_k + n_k + n_v) * uint32(HEAD))
@@ -443,12 +446,13 @@ def _launch(card, quantized, outputs, states, projected, weights, places, heads,
     # Without pending rows the kernel does not look at these three.
     records = pending or (places.slots, states.conv, states.conv)
     # Two blocks would gather on an SM that is free first, while other SMs stay idle. So where there is an SM for every
-    # block, each asks for half of the shared memory of an SM, which it does not use.
+    # block, each asks for half of the shared memory of an SM, which it does not use. A check uses the registers.
     alone = overlaps and n_v * rows <= card.n_sms
-    card.launch(decode_kernel(quantized, early and overlaps, pending is not None, most), (n_v, rows), THREADS,
-                *(output.reshape(-1) for output in outputs), states.memory.reshape(-1), states.conv.reshape(-1),
-                *(array.reshape(-1) for array in records), *projected, weights.conv.reshape(-1), *weights.decay,
-                weights.norm, *places, width, n_k, n_v, float(eps), stream=stream, shared=card.max_shared // 2 * alone)
+    kernel = decode_kernel(quantized, early and overlaps, pending is not None, most, alone and most > 1)
+    card.launch(kernel, (n_v, rows), THREADS, *(output.reshape(-1) for output in outputs), states.memory.reshape(-1),
+                states.conv.reshape(-1), *(array.reshape(-1) for array in records), *projected,
+                weights.conv.reshape(-1), *weights.decay, weights.norm, *places, width, n_k, n_v, float(eps),
+                stream=stream, shared=card.max_shared // 2 * alone)
 
 
 # ---- check and bench ---------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ import pytest
 from kernels import conv, gdn, gdn_decode, norm
 from kernels.gdn import Decay, LinearHeads
 from kernels.gdn_decode import LinearWeights
-from kernels.records import Places, Projected, States
+from kernels.records import CHECK_ROWS, Places, Projected, States
 
 
 @pytest.mark.parametrize("case", gdn_decode.CASES, ids=str)
@@ -21,6 +21,17 @@ def test_early_it_equals_the_reference(card, monkeypatch):
     """As on cards whose launches overlap."""
     monkeypatch.setattr(gdn_decode, "launches_overlap", lambda cc: True)
     gdn_decode.check(card, (3, 2, 6))
+
+
+def test_checks_with_an_sm_for_each_block_have_the_bits_of_single_tokens(card, monkeypatch):
+    """As on cards whose launches overlap."""
+    monkeypatch.setattr(gdn_decode, "launches_overlap", lambda cc: True)
+    monkeypatch.setattr(card, "n_sms", 132)
+    made = []
+    monkeypatch.setattr(gdn_decode, "decode_kernel", lambda *args, make=gdn_decode.decode_kernel:
+                        made.append(args) or make(*args))
+    gdn_decode.check_chain(card, (2, 2, 4))
+    assert (False, False, True, CHECK_ROWS, True) in made
 
 
 def test_a_decoded_row_has_the_same_bits_alone_and_in_a_batch(card):

@@ -437,10 +437,15 @@ def too_early(kernel, types, ptx):
     return wrong
 
 
+def early_delta_rule(kernel, out, *_):
+    """The early form; of a check that where each block has an SM for itself."""
+    constants = inspect.getclosurevars(kernel.py_func).nonlocals
+    most = constants["most"]
+    return gdn_decode.decode_kernel(out == "int8[1]", True, constants["keeps_records"], most, most > 1)
+
+
 EARLY_TWINS = {     # by the kernel and the types of the arguments, the first of which is the output's
-    "gdn_decode_kernel": lambda kernel, out, *_: gdn_decode.decode_kernel(
-        out == "int8[1]", True, *(inspect.getclosurevars(kernel.py_func).nonlocals[name]
-                                  for name in ("keeps_records", "most"))),
+    "gdn_decode_kernel": early_delta_rule,
     "attend": lambda _, out, *__: attend_decode.attend_kernel(KV_FORMATS["float16"], 6, *QWEN35, out == "int8[1]",
                                                               True, 1),
 }
