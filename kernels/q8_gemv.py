@@ -70,6 +70,7 @@ from kernels.swiglu import finish_unit, swiglu_quantize
 
 MAX_COLUMNS = 16  # of one launch
 FEW_WARPS = 16  # of a block of threads, where there is a row or less for each of them
+LONG = 8  # tiles of a row from which 3 and 4 columns get two rows in place of four, if there are few rows
 WIDE_ROWS = 256  # from so many rows per SM on, a warp takes 8 columns: four groups of 4 rows for each of 16 warps
 MAX_FUSED = 16384  # longest column whose norm is computed inside the product
 MAX_PLANES = 20480  # longest column in planes; `down` of a 27B has 17,408 values
@@ -520,16 +521,19 @@ def butterfly(count, apart, distance):
 Shape = namedtuple("Shape", "rows depth warps whole")
 
 
-def shape_for(card, decoder, columns, k, in_pairs=False, n=math.inf):
-    """The Shape for warps that take `columns` columns of k values. in_pairs: for SwiGLU. n: rows of w.
+def shape_for(card, decoder, columns, k, in_pairs=False, n=math.inf, teams=1):
+    """The Shape for warps that take `columns` columns of k values. in_pairs: for SwiGLU. n: rows of w. teams: warps of
+    a team.
 
     As many tiles are in flight as the registers of a thread hold. Tiles that are left over at the end of a row are not
     loaded ahead. So for one column, not in pairs, with an even number of tiles in Q8_0, the ring has 2 tiles of one
     row. For packed formats of up to 6 words it has 4 if their number is a multiple of 4 or odd, or all if they are
     fewer. In all other cases one or two columns get two rows, with 2 tiles each or 1 if registers are short, and more
     columns 4 rows. In SwiGLU a table leaves registers for a second tile of up to 5 words. With Q8_0 and a row or less
-    for each warp, warps take single rows and hold up to 4 of their tiles. On an emulated card there is no ring, since
-    the CPU prefetches, and one column gets few warps, since each costs time at the barriers of the norm."""
+    for each warp, warps take single rows and hold up to 4 of their tiles; with two rows or less, several columns get
+    two rows with 2 tiles each, 3 and 4 columns only where rows are long. SwiGLU of two columns in Q8_0 gets these, too.
+    On an emulated card there is no ring, since the CPU prefetches, and one column gets few warps, since each costs time
+    at the barriers of the norm."""
     blocks = k // BLOCK
     whole = blocks % TILE == 0
     if card.kind == "emulated":
@@ -537,6 +541,9 @@ def shape_for(card, decoder, columns, k, in_pairs=False, n=math.inf):
     tiles = (blocks + TILE - decoder.least) // TILE
     if decoder is Q8 and n <= FEW_WARPS * card.n_sms and tiles > 1:
         return Shape(1, min(tiles, 4), FEW_WARPS, whole)
+    if decoder is Q8 and 1 < columns <= 4 and tiles >= (2 if columns == 2 else LONG):
+        if n * teams <= 2 * FEW_WARPS * card.n_sms or in_pairs and columns == 2:
+            return Shape(2, 2, FEW_WARPS, whole)
     if columns > 2:
         return Shape(4, 1, 16, whole)
     alone = columns == 1 and not in_pairs
@@ -803,7 +810,7 @@ def gemv(card, decoder, y, stride, w, x, columns, add=False, *, products=None, s
     n, k, y, (xq, xd) = w.n, w.k, y.reshape(-1), x.flat
     for first in range(0, columns, MAX_COLUMNS):
         here, team_bits, each = _split(card, decoder, n, columns - first)
-        shape = shape_for(card, decoder, each, k, n=n)
+        shape = shape_for(card, decoder, each, k, n=n, teams=1 << team_bits)
         grid, shares = _shares(n, shape, _n_blocks(card, decoder, n, k, columns, shape))
         planes = decoder.planes and columns == 1 and k <= MAX_PLANES
         card.launch(gemv_kernel(decoder, each, shape, False, planes), grid, (32, shape.warps), y[first * stride:],

@@ -62,13 +62,13 @@ def engine_kernels(directory):
 
 def products_of_real_cards(format, columns, widths, every_tile=False):
     """The decode products of a format in the shapes that the emulated card does not use: of these numbers of columns
-    for a warp, of 17,408 and 3,584 numbers too (down of 27B and 0.8B) and, after the norm, of rows of these widths; of
-    tiles every shape, or the last alone."""
+    for a warp, of 17,408, 3,584 and 9,216 numbers too (down of 27B, 0.8B and 4B) and, after the norm, of rows of these
+    widths; of tiles every shape, or the last alone."""
     card, fmt = SimpleNamespace(kind="cuda", n_sms=80), decoder(format)
     w = "int8[1]" if format.bits == 8 else "uint8[1]", "uint16[1]"
     x, y, norm = ("int8[1]", "float32[1]"), ("float32[1]", "uint32"), ("float32[1]", "float32[1]", "float32")
     for n, k, rows in [*((n, 4096, 4096) for n in columns), (1, 17_408, 5120), (1, 3584, 1024),
-                       (min(columns[-1], 4), 3584, 1024)]:
+                       *((min(columns[-1], 4), *sizes) for sizes in ((3584, 1024), (9216, 2560)))]:
         kernel = q8_gemv.gemv_kernel(fmt, n, q8_gemv.shape_for(card, fmt, n, k, n=rows), False, fmt.planes and n == 1)
         yield kernel, *y, *w, *x, *["uint32"] * 6, "bool"
     for n in columns:

@@ -20,7 +20,8 @@ def test_fused_kernels_have_the_bits_of_the_separate_ones(card, case):
     q8_gemv.check_fused(card, *case)
 
 
-@pytest.mark.parametrize("case", [(500, 1024, 8), (33, 2080, 1), (1, 32, 1), (33, 2592, 1), (33, 3584, 1), (33, 3584, 4)], ids=str)
+@pytest.mark.parametrize("case", [(500, 1024, 8), (33, 2080, 1), (1, 32, 1), (33, 2592, 1), (33, 3584, 1),
+                                  (33, 3584, 4), (40, 2080, 2), (40, 8736, 3), (40, 8192, 4), (30, 8192, 8)], ids=str)
 def test_shapes_of_real_cards(card, case, monkeypatch):
     """The kernels that keep weights in flight, on every card: for few SMs and for many, with some of them left to the
     next launch and with none."""
@@ -52,7 +53,7 @@ def test_processors_are_left_to_the_next_launch(name, n, k):
     assert blocks((7, 0)) == blocks((9, 0), columns=2) == n_sms
 
 
-@pytest.mark.parametrize("case", [(96, 2080, 1)], ids=str)
+@pytest.mark.parametrize("case", [(96, 2080, 1), (64, 2080, 2)], ids=str)
 def test_fused_shapes_of_real_cards(card, case, monkeypatch):
     monkeypatch.setattr(card, "kind", "cuda")
     q8_gemv.check_fused(card, *case)
