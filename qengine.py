@@ -1643,7 +1643,6 @@ class Pipeline:
 # 7  Scheduler
 # ======================================================================================================
 
-FIRST_DRAFTS = 3            # of the draft block, until it is known how many pay
 LEAST_FORCED = 3            # fewer are not worth a check: the host must have read the step in flight before it
 TURN = "<|im_start|>"       # the control token at which a turn of a conversation begins
 NAN_LOGITS = "the logits hold a NaN: the model file is damaged, or a kernel is wrong"
@@ -1715,7 +1714,7 @@ class Scheduler(Rounds):
         self.flights: list[Flight | None] = [None] * pipeline.n_groups  # the step in flight of each group
         self.landed_at: list[float | None] = [None] * pipeline.n_groups    # when a step landed right before this flight
         # The width for which the latest step of each group makes drafts of the block.
-        self.planned = [1 + pace.has_block * min(pace.limit, FIRST_DRAFTS)] * pipeline.n_groups
+        self.planned = [1] * pipeline.n_groups
         self.recorded = set()           # (group, result buffer, shape) of the steps for which there was a recording
         self.n_steps = [0] * pipeline.n_groups
         self.first_tokens = collections.deque()     # the Flights that end prompts

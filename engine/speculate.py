@@ -7,6 +7,12 @@ several drafts at once and keeps those that are what the model itself chooses, s
 A check of width w gives an answer 1 + c1 + c1 c2 + ... + c1 c2 .. c(w-1) tokens on average, where cj is the chance that
 draft j is right if all drafts before it are. It takes longer than a plain step. `Pace` takes the width that gives the
 most tokens per second to the answers of a group together, by the chances of late and by measured times of steps.
+
+Chances may be wrong, and most are guessed at first. So checks may lose little: `Pace.balance` is the time, in plain
+steps, that they may lose now. A check pays its `risk`, what it loses if no draft is right, when it is chosen. Each
+accepted draft pays in a plain step, each token SHARE of one. A check that the balance cannot pay is not made. So t
+tokens take the time of (1 + SHARE) t plain steps and of ALLOWANCE more at most, however wrong the drafts are, as long
+as times are as they were measured. What it costs to record a step of a new width comes on top, once.
 """
 
 import collections
@@ -23,6 +29,10 @@ RECENT = 1 / 16             # weight of a check in the chances of an answer
 NEWS = 1 / 2                # the same where nothing was known for RETRY_TOKENS
 USUAL = 1 / 64              # the same in the chances that new answers begin with
 ROW_COST = 0.02             # of one more row for each answer, in plain steps, until it is measured
+ALLOWANCE = 1.0             # plain steps that the first checks of an engine may lose
+SHARE = 1 / 64              # of a plain step, that checks may lose for each token
+MOST_BALANCE = 8.0          # plain steps that checks may lose of what others have won
+CAUTION = 2.0               # times what measured rows cost, for rows that were not measured
 MEASUREMENTS, LEAST_MEASUREMENTS = 9, 3     # the median of the latest times counts; with fewer than 3 it does not
 
 # Chances of the first answers: with a block of the model's own that predicts tokens, and with copied tokens alone.
@@ -91,6 +101,8 @@ class Pace:
         self.usual = list(BLOCK_CHANCES if has_block else COPY_CHANCES)     # chances that a new answer begins with
         self.times = collections.defaultdict(lambda: collections.deque(maxlen=MEASUREMENTS))    # (answers, width) -> s
         self.medians = collections.defaultdict(dict)        # answers -> width -> median of its times
+        self.balance = ALLOWANCE                # plain steps that checks may lose now
+        self.n_answers = 1                      # of the step that was chosen last
         self.watched = self.n_right = 0         # drafts of the current WATCHED, and how many of them were right
         self.n_wrong = 0                        # drafts since the last right one
         self.was_good = False
@@ -108,6 +120,8 @@ class Pace:
             self.n_accepted[i] += i < n_accepted
         for i in range(min(n_accepted + 1, n_drafts)):
             self.usual[i] += USUAL * ((i < n_accepted) - self.usual[i])
+        if drafts.limit:
+            self.balance = min(self.balance + (n_accepted + SHARE * (1 + n_accepted)) / self.n_answers, MOST_BALANCE)
         self._watch(n_drafts, n_accepted)
 
     def measure(self, n: int, width: int, seconds: float):
@@ -127,12 +141,28 @@ class Pace:
         return max((seconds * (as_plain(width) / as_plain(w) if w < width else width / w)
                     for w, seconds in known.items()), default=as_plain(width))
 
+    def risks(self, n: int, widest: int) -> list[float]:
+        """Plain steps that a check of n answers loses if no draft is right: of each width, 1 first. The last width is
+        `widest`, or one more than was measured. By the times of as many answers, else of about as many. A row that was
+        not measured takes CAUTION times as long as those that were."""
+        measured = [(abs(m - n), m) for m, known in self.medians.items() if 1 in known and len(known) > 1]
+        distance, nearest = min(measured, default=(0, None))
+        known = self.medians[nearest] if measured else {1: 1.0}
+        found, rows, cost = [0.0], 1, ALLOWANCE / CAUTION
+        for width in range(2, min(widest, 1 + max(known)) + 1):
+            if width in known:
+                rows, cost = width - 1, known[width] / known[1] - 1
+            caution = 1.0 if width in known and distance == 0 else CAUTION
+            found.append(max(caution * cost * (width - 1) / rows, found[-1]))
+        return found
+
     def width(self, answers: list[Drafts]) -> int:
-        """The width of the next check of these answers. Now and then it is one more than what seems best, since chances
-        and times that are never tried cannot improve."""
+        """The width of the next check of these answers, which the balance pays. Now and then it is one more than what
+        seems best, since chances and times that are never tried cannot improve."""
         n, there = len(answers), [self._n_there(drafts) for drafts in answers]
-        widest = min(1 + max(there), LARGEST_CHECK // n)
-        if widest < 2:
+        self.n_answers, widest = n, min(1 + max(there), LARGEST_CHECK // n)
+        risks = [risk for risk in self.risks(n, widest) if risk <= self.balance]
+        if (widest := len(risks)) < 2:
             return 1
         gains = [drafts.gains(n_there) for drafts, n_there in zip(answers, there)]
         tokens = itertools.accumulate(map(sum, itertools.zip_longest(*gains, fillvalue=0.0)))
@@ -142,6 +172,7 @@ class Pace:
         is_due = best < widest and any(
             min(drafts.ages[best - 1], drafts.since_try) >= RETRY_TOKENS and n_there >= best
             for drafts, n_there in zip(answers, there))
+        self.balance -= risks[best + is_due - 1]
         return best + is_due
 
     def _n_there(self, drafts: Drafts) -> int:

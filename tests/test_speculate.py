@@ -5,7 +5,8 @@ import random
 
 import pytest
 
-from engine.speculate import LARGEST_CHECK, MOST_DRAFTS, RETRY_TOKENS, WATCHED, Drafts, Pace
+from engine.speculate import (ALLOWANCE, LARGEST_CHECK, MOST_BALANCE, MOST_DRAFTS, RETRY_TOKENS, SHARE, WATCHED, Drafts,
+                              Pace)
 
 
 class Run:
@@ -66,7 +67,7 @@ def test_speed_comes_near_that_of_the_best_width(costs, chance, n):
 
 def test_without_luck_checks_end_and_are_tried_again_now_and_then():
     run = Run(lambda i: 0.0, CARDS["rows cost"])
-    run.steps(100)
+    run.steps(400)                                          # few checks are made, so it takes long to know the chances
     widths, _ = run.steps(1000)
     assert set(widths) == {1, 2}
     assert 1000 // RETRY_TOKENS - 1 <= widths.count(2) <= 1000 // RETRY_TOKENS + 1
@@ -74,6 +75,42 @@ def test_without_luck_checks_end_and_are_tried_again_now_and_then():
     run.steps(500)
     widths, _ = run.steps(100)
     assert min(widths) > 2
+
+
+@pytest.mark.parametrize("costs", CARDS)
+@pytest.mark.parametrize("n, late", [(1, 0), (1, 2), (3, 0), (20, 2)])
+@pytest.mark.parametrize("has_block", [True, False])
+def test_without_luck_checks_lose_little_from_the_first_token_on(costs, n, late, has_block):
+    """However many drafts there are. late: steps that are chosen before the tokens of a step are known."""
+    run, flights, seconds = Run(lambda i: 0.0, CARDS[costs], n, has_block=has_block), [], 0.0
+    for step in range(1, 1001):
+        width = run.pace.width(run.answers)
+        run.pace.measure(n, width, run.cost(width))
+        seconds += run.cost(width)
+        flights.append(width)
+        if len(flights) > late:
+            n_drafts = flights.pop(0) - 1
+            for drafts in run.answers:
+                run.pace.land(drafts, n_drafts, 0, MOST_DRAFTS)
+        assert seconds / run.cost(1) <= (1 + SHARE) * step + ALLOWANCE, step
+
+
+def test_what_good_checks_have_won_others_may_lose_again_in_part():
+    run = Run(lambda i: 1.0, CARDS["rows cost"])
+    run.steps(300)
+    run.chances = lambda i: 0.0
+    widths, _ = run.steps(1000)
+    lost = sum(run.cost(width) / run.cost(1) - 1 for width in widths)
+    assert 2 < lost <= 1.1 * (MOST_BALANCE + 1000 * SHARE)      # times vary by 5 %
+
+
+@pytest.mark.parametrize("n", [1, 4])
+def test_luck_is_found_soon(n):
+    """Although the first checks are narrow: after 60 steps, the widths are those of long runs."""
+    run = Run(lambda i: 0.9, CARDS["many rows are cheap"], n)
+    run.steps(60)
+    widths, speed = run.steps(60)
+    assert speed > 0.9 * best_speed(run.chances, CARDS["many rows are cheap"], n)[0]
 
 
 def test_a_wider_check_is_tried_when_later_drafts_become_right():
