@@ -741,8 +741,8 @@ SHAPES = {"128 x 128": Shape(4, 8, 2, 2, 2), "128 x 128 of 8 warps": Shape(2, 8,
 SMALLEST = SHAPES["32 x 128"]
 
 # Shapes -> (the time of a block of threads that has an SM for itself, the time that each further block adds), per
-# weight of a row and in the unit of q8_gemm.block_time. Measured on an H100, Q8_0. The tile of 8
-# warps was measured with an earlier loop alone, so its times are those of 4 warps, longer by what they were longer then.
+# weight of a row and in the unit of q8_gemm.block_time. Measured on an H100, Q8_0. The tile of 8 warps was measured
+# with an earlier loop alone: its times are those of 4 warps, longer in the same proportion as then.
 TIMES = {SHAPES["128 x 128"]: (19.6, 12.7), SHAPES["128 x 128 of 8 warps"]: (20.5, 13.8),
          SHAPES["64 x 128"]: (12.3, 8.1), SHAPES["32 x 128"]: (7.6, 5.8)}
 
