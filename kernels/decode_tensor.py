@@ -33,7 +33,6 @@ Measured: benchmarks/results.md, section decode_tensor.
 
 from collections.abc import Callable
 from functools import cache, partial
-from itertools import cycle
 from typing import NamedTuple
 
 import numpy as np
@@ -701,8 +700,7 @@ TIMED = [(4096, 4096, 8), (4096, 4096, 16), (4096, 4096, 64), (24576, 4096, 32),
 
 
 def cases(card):
-    """The checks, then times; several matrices in turn, so that no cache holds them. None on a card that is too old or
-    has too little shared memory."""
+    """The checks, then times. None on a card that is too old or has too little shared memory."""
     if card.kind != "emulated" and card.cc < OLDEST:
         return
     able = [format for format in FORMATS.values() if _fitting(card, format, False)]
@@ -710,14 +708,8 @@ def cases(card):
         for case in CASES:
             yield Case("{} x {}, {} columns, ".format(*case) + format.name, partial(check, card, format, *case))
     for format in able:
-        for n, k, columns in TIMED:
-            copies = [[card.zeros(*array) for array in format.arrays(n, k)] for _ in range(1 + 2**27 // (n * k))]
-            turns = cycle([Matrix(format.name, n, k, *copy) for copy in copies])
-            x = Quantized(card.zeros((columns, k), np.int8), card.zeros((columns, k // BLOCK), np.float32))
-            y = card.alloc((columns, n), np.float32)
-            yield Case(f"{format.name} {n} x {k}, {columns} columns",
-                       launch=lambda: tensor_gemv(card, y, n, next(turns), x, columns),
-                       n_bytes=sum(a.nbytes for a in (*copies[0], *x, y)), n_ops=2 * n * k * columns, pipe="tensor")
+        for case in TIMED:
+            yield decode_tile.timed(card, tensor_gemv, "tensor", format, *case)
 
 
 if __name__ == "__main__":

@@ -710,20 +710,26 @@ def check(card, format, n, k, columns, add=False):
 TIMED = [(4096, 4096, 16), (4096, 4096, 32), (4096, 4096, 64), (24576, 4096, 64)]
 
 
+def timed(card, multiply, pipe, format, n, k, columns):
+    """The Case of the time of a product that `multiply` makes on a pipe; several matrices in turn, so that no cache
+    holds them."""
+    copies = [[card.zeros(*array) for array in format.arrays(n, k)] for _ in range(1 + 2**27 // (n * k))]
+    turns = cycle([Matrix(format.name, n, k, *copy) for copy in copies])
+    x = Quantized(card.zeros((columns, k), np.int8), card.zeros((columns, k // BLOCK), np.float32))
+    y = card.alloc((columns, n), np.float32)
+    return Case(f"{format.name} {n} x {k}, {columns} columns",
+                launch=lambda: multiply(card, y, n, next(turns), x, columns),
+                n_bytes=sum(a.nbytes for a in (*copies[0], *x, y)), n_ops=2 * n * k * columns, pipe=pipe)
+
+
 def cases(card):
-    """The checks, then times; several matrices in turn, so that no cache holds them."""
+    """The checks, then times."""
     for format in FORMATS.values():
         for case in CASES:
             yield Case("{} x {}, {} columns, ".format(*case) + format.name, partial(check, card, format, *case))
     for format in FORMATS.values():
-        for n, k, columns in TIMED:
-            copies = [[card.zeros(*array) for array in format.arrays(n, k)] for _ in range(1 + 2**27 // (n * k))]
-            turns = cycle([Matrix(format.name, n, k, *copy) for copy in copies])
-            x = Quantized(card.zeros((columns, k), np.int8), card.zeros((columns, k // BLOCK), np.float32))
-            y = card.alloc((columns, n), np.float32)
-            yield Case(f"{format.name} {n} x {k}, {columns} columns",
-                       launch=lambda: tile_gemv(card, y, n, next(turns), x, columns),
-                       n_bytes=sum(a.nbytes for a in (*copies[0], *x, y)), n_ops=2 * n * k * columns, pipe="dp4a")
+        for case in TIMED:
+            yield timed(card, tile_gemv, "dp4a", format, *case)
 
 
 if __name__ == "__main__":
