@@ -48,6 +48,7 @@ from kernels.intrinsics import (BIAS_WORD, commit_copies, float_as_word, global_
                                 unbias, wait_for_copies, wait_for_previous, warp_number, word_as_float, word_sum)
 from kernels.operands import Matrix, Quantized
 from kernels.swiglu import finish_unit, swiglu_quantize
+from kernels.tensor_gemm import adder, two_dots
 
 CHAINS, PASSES = 8, 4       # chains of a stage, one for each warp; passes over k
 STAGE = CHAINS * BLOCK      # numbers of a row
@@ -294,8 +295,7 @@ def product_functions(format, shape, layout, converts):
     """(multiply_stage, w_place, x_place): what a lane does with its warp's block of a stage. converts: the dots with
     every other eight columns become floats by a conversion, which has a pipe of its own, and not by their bias."""
     rows, eights, n_scales, minima = shape.rows, shape.columns, format.n_scales, format.minima
-    halves, apart, packed = format.halves, format.float_scales == 2, format.bits < 8
-    two, first_minimum, n_dots = two_dots(format), n_scales - minima, 8 if two_dots(format) else 4
+    two, packed, n_dots = two_dots(format), format.bits < 8, 8 if two_dots(format) else 4
     per_column, tile_columns, scale_plane = 1 + minima, shape.tile_columns, 4 * CHAINS * (shape.tile_rows + 4)
 
     @cuda.jit(device=True, forceinline=True)
@@ -312,7 +312,7 @@ def product_functions(format, shape, layout, converts):
         return place(column, uint32(uint32(lane >> uint32(3)) & uint32(1)))
 
     def functions(converted):
-        as_float = float32 if converted else unbias
+        add_dots = adder(format, float32 if converted else unbias, w_has_rows=True)
 
         @cuda.jit(device=True, forceinline=True)
         def begin(bias):
@@ -330,19 +330,7 @@ def product_functions(format, shape, layout, converts):
                 dots[4], dots[5], dots[6], dots[7] = mma_s8_16x8x16((a[2], a[3]), (b1,), start)
             else:
                 dots[0], dots[1], dots[2], dots[3] = mma_s8_16x8x32((a[0], a[1], a[2], a[3]), (b0, b1), start)
-            for i in range(2):
-                for j in range(2):
-                    at = 2 * i + j
-                    total = as_float(dots[at])
-                    if halves:
-                        total = cuda.fma(as_float(dots[4 + at]), word_as_float(w_scales[2, i]),
-                                         total * word_as_float(w_scales[1, i]))
-                    acc[at] = cuda.fma(total, word_as_float(w_scales[0, i]) * x_scales[0, j], acc[at])
-                    if apart:
-                        acc[at] = cuda.fma(as_float(dots[4 + at]), word_as_float(w_scales[1, i]) * x_scales[0, j],
-                                           acc[at])
-                    for m in range(minima):
-                        acc[at] = cuda.fma(word_as_float(w_scales[first_minimum + m, i]), x_scales[1 + m, j], acc[at])
+            add_dots(acc, dots, w_scales, x_scales)
 
         return multiply
 
@@ -587,11 +575,6 @@ SHAPES = {"64 x 8": Shape(4, 1, 2), "64 x 16": Shape(4, 2, 2), "64 x 32": Shape(
 TIMES = {SHAPES["64 x 8"]: 0.96, SHAPES["64 x 16"]: 1.05, SHAPES["64 x 32"]: 1.2}
 LEAST, LEAST_OF_BYTES = 5, 25   # columns from which on these kernels are faster than those of dp4a; the latter, of Q8_0
 FILLED = 0.75                   # and the share of SMs that must have a tile of 64 x 32
-
-
-def two_dots(format):
-    """Whether the halves of a block have scales of their own."""
-    return format.halves or format.float_scales == 2
 
 
 def resident_blocks(format, shape):

@@ -356,8 +356,9 @@ INSTRUCTIONS = {"m16n8k32 mixed": ((8, 6), partial(form_of_bytes, converts=True,
                 "m8n8k16": ((7, 5), partial(form_of_bytes, is_small=True)), "m8n8k4": ((7, 0), form_of_halves)}
 
 
-def adder(format, as_float):
-    """add_dots(acc, dots, w_scales, x_scales): adds the scaled dots of a lane to acc float32 [4]."""
+def adder(format, as_float, w_has_rows=False):
+    """add_dots(acc, dots, w_scales, x_scales): adds the scaled dots of a lane to acc float32 [4]. The lane has two rows
+    and two columns of dots: those of x and of w or, with `w_has_rows`, those of w and of x."""
     minima, integers, n_scales = format.minima, format.halves, format.n_scales
     first_minimum, apart = n_scales - minima, format.float_scales == 2
 
@@ -365,16 +366,18 @@ def adder(format, as_float):
     def add_dots(acc, dots, w_scales, x_scales):
         for i in range(2):
             for j in range(2):
-                at = 2 * i + j
+                at, of_w, of_x = 2 * i + j, i if w_has_rows else j, j if w_has_rows else i
                 total = as_float(dots[at])
                 if integers:
-                    total = cuda.fma(as_float(dots[4 + at]), word_as_float(w_scales[2, j]),
-                                     total * word_as_float(w_scales[1, j]))
-                acc[at] = cuda.fma(total, word_as_float(w_scales[0, j]) * x_scales[0, i], acc[at])
+                    total = cuda.fma(as_float(dots[4 + at]), word_as_float(w_scales[2, of_w]),
+                                     total * word_as_float(w_scales[1, of_w]))
+                acc[at] = cuda.fma(total, word_as_float(w_scales[0, of_w]) * x_scales[0, of_x], acc[at])
                 if apart:
-                    acc[at] = cuda.fma(as_float(dots[4 + at]), word_as_float(w_scales[1, j]) * x_scales[0, i], acc[at])
+                    acc[at] = cuda.fma(as_float(dots[4 + at]), word_as_float(w_scales[1, of_w]) * x_scales[0, of_x],
+                                       acc[at])
                 for m in range(minima):
-                    acc[at] = cuda.fma(word_as_float(w_scales[first_minimum + m, j]), x_scales[1 + m, i], acc[at])
+                    acc[at] = cuda.fma(word_as_float(w_scales[first_minimum + m, of_w]), x_scales[1 + m, of_x],
+                                       acc[at])
 
     return add_dots
 
