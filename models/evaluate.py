@@ -43,7 +43,7 @@ N_WRONG = 20             # wrong answers of a section that are kept
 TEXT_TOKENS = 16_000     # of held-out text, for perplexity
 WINDOW = 2048            # of which are scored at a time
 SECTIONS = ({name: make for name, (_, make) in tasks.TASKS.items() if name != "text"}
-            | tasks.LATER | tasks.NEW_WORDS | tasks.ENFORCED)
+            | tasks.LATER | tasks.NEW_WORDS | tasks.ENFORCED | tasks.SIGHT)
 
 # Rows of their own: which of a section's examples they are of.
 KINDS = {"facts": {"trained words": tasks.asks_in_trained_words,
@@ -139,10 +139,11 @@ def engine_scores(model: str | Path, n: int, names=None, card: str | None = None
 
 
 def grammar_of(example) -> str:
-    """The grammar of the example's schema, as the server makes it."""
-    from api.grammar import checked_grammar, json_value
+    """A grammar of the values that fit the example's schema, with or without a space behind commas and colons."""
+    from llguidance import LLMatcher
 
-    return checked_grammar("start: " + json_value(example.expect["schema"]))
+    style = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
+    return LLMatcher.grammar_from_json_schema(example.expect["schema"], defaults=style)
 
 
 def request_of(engine, section, example):
