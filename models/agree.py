@@ -160,7 +160,7 @@ def main():
     agrees = compare("qengine", ours, prompts, references)
     compare("llama.cpp", LlamaCpp(options.model), prompts, references)
     if options.mmproj:
-        requests = [request_of(ours.engine, example) for example in held_out_pictures()]
+        requests = [request_of(ours.engine, "pictures", example) for example in held_out_pictures()]
         prompts = [Prompt(request.prompt_ids, request.pictures) for request in requests]
         sees = to_transformers_that_sees(network, read_tower(options.mmproj), pad)
         agrees &= compare("qengine, pictures", ours, prompts, references_of(sees, prompts, pad))

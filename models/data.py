@@ -41,7 +41,6 @@ PAD = "<|image_pad|>"        # stands for a picture in the text, and for each 32
 PADDING, TEXT, TARGET = 0, 1, 2  # what a token is to the loss; a target is part of an answer; a picture is padding
 SHORTEST_CONTEXT = 200
 UNIT_TOKENS = 36_864         # of the rows that are packed together by one worker, roughly
-UNIT_PICTURE_ROWS = 4        # of a unit
 PICTURE_ROW = 576            # tokens of a row of pictures: as many as four of 384 x 384 pixels have
 SIZE, MERGE = 16, 2          # pixels of a patch and patches of a token, across and down
 MISSES = 4                   # examples that find no room, after which a unit counts as full
@@ -116,9 +115,9 @@ class Layout(NamedTuple):
     picture_rows: int   # of PICTURE_ROW tokens, 4 patches each
 
     @classmethod
-    def of(cls, n_tokens: int) -> "Layout":
+    def of(cls, n_tokens: int, picture_rows: int) -> "Layout":
         """Of rows of so many tokens, as many as have about UNIT_TOKENS."""
-        return cls(max(1, round(UNIT_TOKENS / n_tokens)), n_tokens, UNIT_PICTURE_ROWS)
+        return cls(max(1, round(UNIT_TOKENS / n_tokens)), n_tokens, picture_rows)
 
 
 class Rows(NamedTuple):

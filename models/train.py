@@ -44,15 +44,15 @@ class Phase:
 
     start: float            # the share of the run that is done when it begins
     layout: data.Layout
-    contexts: tuple         # from which step on, contexts of up to how many tokens, which may be an eighth more
+    contexts: tuple         # from which step on, contexts of up to how many tokens, which may be a fifth more
 
     def longest_context(self, step: int) -> int:
         """Short contexts first: copying is learnt there, then far away."""
         return max(length for start, length in self.contexts if start <= step)
 
 
-PHASES = (Phase(0.0, data.Layout.of(4608), ((0, 600), (300, 1500), (600, 4000))),
-          Phase(0.5, data.Layout.of(20_480), ((0, 17_400),)))
+PHASES = (Phase(0.0, data.Layout.of(4608, 6), ((0, 600), (300, 1500), (600, 3700))),
+          Phase(0.5, data.Layout.of(20_480, 2), ((0, 16_800),)))
 TRIAL = (Phase(0.0, data.Layout(2, 512, 1), ((0, 300),)),)     # of --trial
 TRIAL_TEXTS = 1000
 

@@ -250,7 +250,7 @@ def test_packed_pictures_stand_at_their_tokens(tokenizer, squares):
     rows, pad = data.Rows.join(units), tokenizer.token_to_id(data.PAD)
     ids, places = rows.ids.reshape(-1), rows.places.reshape(-1)
     used = places[places >= 0]
-    assert len(used) > 100 and sorted(used) == np.flatnonzero(ids == pad).tolist()
+    assert len(used) > 50 and sorted(used) == np.flatnonzero(ids == pad).tolist()
     numbers = rows.grid[:, ::4, 4].reshape(-1)
     rope = rows.rope.transpose(0, 2, 1).reshape(-1, 3)
     for unit in range(2):
