@@ -52,14 +52,23 @@ def make(rng, held=False, length=None, lang=None):
                          pictures=squares)
 
 
+def make_text(rng, held=False, length=None, lang=None):
+    """An example without pictures."""
+    words = " ".join(rng.choices(list(COLOURS), k=rng.randint(5, 20)))
+    messages = [{"role": "user", "content": f"Say {words}"}, {"role": "assistant", "content": words}]
+    return tasks.Example(messages, None, False, {"kind": "exact", "answer": words}, "text", "en")
+
+
 @pytest.fixture()
 def squares(monkeypatch):
-    monkeypatch.setattr(data.tasks, "TASKS", {"squares": (2, make), "lists": data.tasks.TASKS["lists"]})
+    """Tasks of this file alone, so that what the model is trained on may change."""
+    monkeypatch.setattr(data.tasks, "TASKS", {"squares": (3, make), "text": (1, make_text)})
 
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    return data.train_tokenizer(data.sample_texts(1, 200), 512)
+    rng = random.Random(0)
+    return data.train_tokenizer([tasks.render(make_of(rng)) for make_of in (make, make_text) * 100], 512)
 
 
 def relative(ours, reference) -> float:
@@ -250,7 +259,7 @@ def test_packed_pictures_stand_at_their_tokens(tokenizer, squares):
     rows, pad = data.Rows.join(units), tokenizer.token_to_id(data.PAD)
     ids, places = rows.ids.reshape(-1), rows.places.reshape(-1)
     used = places[places >= 0]
-    assert len(used) > 50 and sorted(used) == np.flatnonzero(ids == pad).tolist()
+    assert len(used) > 100 and sorted(used) == np.flatnonzero(ids == pad).tolist()
     numbers = rows.grid[:, ::4, 4].reshape(-1)
     rope = rows.rope.transpose(0, 2, 1).reshape(-1, 3)
     for unit in range(2):
@@ -262,7 +271,7 @@ def test_packed_pictures_stand_at_their_tokens(tokenizer, squares):
             blocks = rows.grid.reshape(-1, 5)[at * 4, :2] // 2
             np.testing.assert_array_equal(rope[places[at]] - rope[first], np.c_[np.zeros(len(at)), blocks])
     rng, drawn = random.Random("1 0"), []
-    while len(drawn) < 60:
+    while len(drawn) < 300:
         example, _ = data.draw(rng, 200)
         drawn += [data.cut(picture.draw())[0].tobytes() for picture in example.pictures]
     n = len(units[0].grid[0])
@@ -276,7 +285,7 @@ def test_pictures_without_room_do_not_end_a_unit(tokenizer, monkeypatch):
     def large(rng, *_):
         return dataclasses.replace(make(rng), pictures=(Square((384, 384), COLOURS["red"]),), messages=[
             {"role": "user", "content": [{"type": "image"}]}, {"role": "assistant", "content": "red"}])
-    monkeypatch.setattr(data.tasks, "TASKS", {"squares": (1, large), "lists": (4, tasks.TASKS["lists"][1])})
+    monkeypatch.setattr(data.tasks, "TASKS", {"squares": (1, large), "text": (4, make_text)})
     rows = data.pack(tokenizer, 1, 0, 200, data.Layout(2, 2048, 1))
     assert (rows.places >= 0).sum() == data.PICTURE_ROW             # four of 144 tokens
     assert (rows.ids != 0).mean() > 0.9
@@ -312,7 +321,9 @@ def test_what_a_picture_shows_changes_what_follows_it_alone(tokenizer, squares):
             trunk = net.hidden(ids, position, network.dense_mask(position), seen=seen)
             return trunk, net.draft_hidden(ids, position, network.dense_mask(position), trunk * 0, seen)
     (before, draft), (after, draft_after) = hidden(rows.patches), hidden(other)
-    changed = (before != after).any(2).flatten().numpy()
+    # Sums of log decays are rounded as what came before them is, see tests/test_models_network.py: other documents of
+    # a chunk differ by up to 2e-5, and what a picture changes by 0.5 to 3.
+    changed = ((before - after).abs().amax(2) > 1e-3).flatten().numpy()
     first = rows.places.reshape(-1)[np.flatnonzero(rows.grid[0, ::4, 4] == 1)[0]]
     begin = first - rows.position.reshape(-1)[first]
     end = begin + 1 + np.flatnonzero(rows.position.reshape(-1)[begin + 1:] == 0)[0]
