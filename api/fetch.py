@@ -14,6 +14,7 @@ import ipaddress
 import socket
 import ssl
 import threading
+import time
 import urllib.parse
 
 from werkzeug.exceptions import TooManyRequests
@@ -66,6 +67,7 @@ class Fetcher:
         """Gives the file at an address, which keeps one of AT_ONCE places while the `with` body runs. seconds: that are
         left of SECONDS. Raises RequestError, which names the field; DeadlineExceeded where the patience ends;
         TooManyRequests where no place gets free."""
+        end = time.monotonic() + seconds
         if not patience.wait(lambda left: self.places.acquire(timeout=left), seconds):
             if not patience.left:
                 raise DeadlineExceeded(patience.why)
@@ -73,7 +75,7 @@ class Fetcher:
         job = Job(self, url)
         try:
             job.start()
-            if not patience.wait(job.is_over.wait, seconds):
+            if not patience.wait(job.is_over.wait, max(0.0, end - time.monotonic())):
                 job.give_up()
                 if not patience.left:
                     raise DeadlineExceeded(patience.why)

@@ -99,18 +99,20 @@ class Pictures:
             one.picture = one.picture or self.read_one(eyes, one, patience, end)
             pictures.append(one.picture)
             eyes.limits.check(pictures, one.field)
-            self.hold(one.picture, holder)
+            one.picture = pictures[-1] = self.hold(one.picture, holder)
         return pictures
 
-    def hold(self, picture: Picture, holder):
-        """Counts a picture until its request has ended. One that several requests show counts once. Raises
-        TooManyRequests where it is one too many."""
+    def hold(self, picture: Picture, holder) -> Picture:
+        """Counts a picture until its request has ended. Returns it, or the one with the same pixels that a request
+        holds already: those count once. Raises TooManyRequests where it is one too many."""
         with self.lock:
-            together = {picture}.union(*self.held.values())
-            if sum(each.pixels.nbytes for each in together) > MAX_HELD:
+            together = {each.digest: each for pictures in self.held.values() for each in pictures}
+            picture = together.setdefault(picture.digest, picture)
+            if sum(each.pixels.nbytes for each in together.values()) > MAX_HELD:
                 raise TooManyRequests(f"too many pictures: those of all requests may have {MAX_HELD >> 20} MiB of "
                                       "pixels together", retry_after=1)
             self.held.setdefault(holder, set()).add(picture)
+        return picture
 
     def release(self, holder):
         """A request has ended."""

@@ -272,7 +272,7 @@ def create_app(engine: TextEngine | PoolingEngine | None = None, side=(), *, sam
     app.json.sort_keys = False
 
     service.metrics = metrics.Metrics(service)
-    observers = [service.metrics.observe, service.pictures.release]
+    observers = [service.pictures.release, service.metrics.observe]
     service.log = log.RequestLog(observers, service.text_of if log_prompts else None)
     service.log.install(app)
     Access(keys, origins, host).install(app)

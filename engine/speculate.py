@@ -29,7 +29,8 @@ RECENT = 1 / 16             # weight of a check in the chances of an answer
 NEWS = 1 / 2                # the same where nothing was known for RETRY_TOKENS
 USUAL = 1 / 64              # the same in the chances that new answers begin with
 ROW_COST = 0.02             # of one more row for each answer, in plain steps, until it is measured
-ALLOWANCE = 1.0             # plain steps that the first checks of an engine may lose
+ALLOWANCE = 4.0             # plain steps that the first checks of an engine may lose, a few of them being wrong
+FIRST_RISK = 1.0            # plain steps that a check of one draft may lose, until its time is known
 SHARE = 1 / 64              # of a plain step, that checks may lose for each token
 MOST_BALANCE = 8.0          # plain steps that checks may lose of what others have won
 CAUTION = 2.0               # times what measured rows cost, for rows that were not measured
@@ -61,6 +62,7 @@ class Drafts:
         self.ages = [0] * MOST_DRAFTS           # tokens since a draft at this position was found right or wrong
         self.since_try = 0                      # tokens since a draft was checked where nothing was known
         self.n_next: int | None = None          # drafts that were there for the next check; None: not known
+        self.n_together = 1                     # answers of its group, in the step that was chosen last
 
     @property
     def share(self) -> float | None:
@@ -102,7 +104,6 @@ class Pace:
         self.times = collections.defaultdict(lambda: collections.deque(maxlen=MEASUREMENTS))    # (answers, width) -> s
         self.medians = collections.defaultdict(dict)        # answers -> width -> median of its times
         self.balance = ALLOWANCE                # plain steps that checks may lose now
-        self.n_answers = 1                      # of the step that was chosen last
         self.watched = self.n_right = 0         # drafts of the current WATCHED, and how many of them were right
         self.n_wrong = 0                        # drafts since the last right one
         self.was_good = False
@@ -121,7 +122,7 @@ class Pace:
         for i in range(min(n_accepted + 1, n_drafts)):
             self.usual[i] += USUAL * ((i < n_accepted) - self.usual[i])
         if drafts.limit:
-            self.balance = min(self.balance + (n_accepted + SHARE * (1 + n_accepted)) / self.n_answers, MOST_BALANCE)
+            self.balance = min(self.balance + (n_accepted + SHARE * (1 + n_accepted)) / drafts.n_together, MOST_BALANCE)
         self._watch(n_drafts, n_accepted)
 
     def measure(self, n: int, width: int, seconds: float):
@@ -143,24 +144,28 @@ class Pace:
 
     def risks(self, n: int, widest: int) -> list[float]:
         """Plain steps that a check of n answers loses if no draft is right: of each width, 1 first. The last width is
-        `widest`, or one more than was measured. By the times of as many answers, else of about as many. A row that was
-        not measured takes CAUTION times as long as those that were."""
+        `widest`, or 2 before any was measured. By the times of as many answers, else of about as many. A row that was
+        not measured takes CAUTION times as long as those that were, but a check no longer than a wider one."""
         measured = [(abs(m - n), m) for m, known in self.medians.items() if 1 in known and len(known) > 1]
         distance, nearest = min(measured, default=(0, None))
         known = self.medians[nearest] if measured else {1: 1.0}
-        found, rows, cost = [0.0], 1, ALLOWANCE / CAUTION
-        for width in range(2, min(widest, 1 + max(known)) + 1):
+        found, rows, cost = [0.0], 1, FIRST_RISK / CAUTION
+        for width in range(2, min(widest, MOST_DRAFTS + 1 if measured else 2) + 1):
             if width in known:
                 rows, cost = width - 1, known[width] / known[1] - 1
             caution = 1.0 if width in known and distance == 0 else CAUTION
-            found.append(max(caution * cost * (width - 1) / rows, found[-1]))
+            at_most = [known[w] / known[1] - 1 for w in known if w > width]
+            risk = min([caution * cost * (width - 1) / rows, *(CAUTION ** (distance > 0) * most for most in at_most)])
+            found.append(max(risk, found[-1]))
         return found
 
     def width(self, answers: list[Drafts]) -> int:
         """The width of the next check of these answers, which the balance pays. Now and then it is one more than what
         seems best, since chances and times that are never tried cannot improve."""
         n, there = len(answers), [self._n_there(drafts) for drafts in answers]
-        self.n_answers, widest = n, min(1 + max(there), LARGEST_CHECK // n)
+        widest = min(1 + max(there), LARGEST_CHECK // n)
+        for drafts in answers:
+            drafts.n_together = n
         risks = [risk for risk in self.risks(n, widest) if risk <= self.balance]
         if (widest := len(risks)) < 2:
             return 1

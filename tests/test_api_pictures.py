@@ -18,7 +18,7 @@ from api import body, pictures, service
 from api.errors import MAX_BODY, MAX_SEEING
 from api.openapi import ENDPOINTS
 from api.pictures import SLICE, Pictures, Sent, decoded
-from engine.images import LARGEST, PAD, Limits, Picture
+from engine.images import LARGEST, PAD, Limits, Picture, Reader
 from engine.picture_files import BLOCK
 from engine.prefix import PAGE_TOKENS
 from engine.request import RequestError
@@ -374,6 +374,15 @@ def test_pixels_of_waiting_requests_are_bounded(monkeypatch):
         assert answers[-1][0] == 200
 
 
+def test_a_picture_that_was_forgotten_and_read_anew_counts_once(monkeypatch):
+    monkeypatch.setattr(pictures, "MAX_KEPT", 0)
+    monkeypatch.setattr(pictures, "MAX_HELD", Picture.of(scene(256, 256)).pixels.nbytes)
+    reading = Pictures()
+    with contextlib.closing(Reader()) as eyes:
+        shown = [reading.read(eyes, [Sent(text_of(A), "messages")], holder=i)[0] for i in range(3)]
+    assert shown[0] is shown[1] is shown[2]
+
+
 def test_honest_users_do_not_notice_that_bound():
     """All places of the queue taken by pictures of the default's largest size, and one request of the largest there
     is."""
@@ -388,7 +397,7 @@ def test_honest_users_do_not_notice_that_bound():
     (CHAT, {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "?"}}}}, 400)])
 def test_pixels_are_let_go_however_a_request_ends(path, others, status, stream, server, engine, monkeypatch):
     kept, counts = server[2].pictures, []
-    monkeypatch.setattr(kept, "hold", lambda *given: (Pictures.hold(kept, *given), counts.append(len(kept.held))))
+    monkeypatch.setattr(kept, "hold", lambda *given: (Pictures.hold(kept, *given), counts.append(len(kept.held)))[0])
     sent = image_url(url_of(A))[1] | others | ({"stream": True} if stream and path == CHAT else {})
     connection = http.client.HTTPConnection("127.0.0.1", server[1], timeout=30)
     with contextlib.closing(connection):
@@ -414,6 +423,7 @@ class CountingEyes:
 
 class Measured:
     n_tokens = 1
+    digest = property(id)           # each is another picture
 
     def __init__(self, n_bytes):
         self.pixels = self

@@ -163,6 +163,17 @@ def test_neither_memory_error_nor_race_in_blocks_of_several_rows(monkeypatch):
     attend_decode.check_rows(card, FLOAT16, ((4, 2, ((62, 2), (64, 3)), 3), rope.QWEN3))
 
 
+@pytest.mark.parametrize("heads", [(9, 1), (18, 2)], ids=str)
+def test_blocks_of_several_rows_that_share_a_kv_head(card, monkeypatch, heads):
+    monkeypatch.setattr(attend_decode, "MANY_ANSWERS", 1)
+    monkeypatch.setattr(card, "n_sms", 0)
+    made = []
+    monkeypatch.setattr(attend_decode, "attend_kernel", lambda *args, make=attend_decode.attend_kernel:
+                        made.append(args[-2:]) or make(*args))
+    attend_decode.check_rows(card, FLOAT16, ((*heads, ((60, 4), (0, 3), (130, 1)), 4), rope.QWEN3))
+    assert (2, 3) in made
+
+
 def test_262_144_tokens(card):
     """64 units of 64 pages; all keys but those of the last page lie in 64 pages, so that the cache fits
     anywhere."""

@@ -245,6 +245,18 @@ def test_names_that_are_never_found_take_no_more_threads_than_places(web, monkey
     assert got(get, "http://a.example/picture") == PICTURE
 
 
+def test_the_wait_for_a_place_counts(web, monkeypatch):
+    get, _ = web(a=[PUBLIC])
+    get.resolve, never = lambda *given, **type: never.wait(), threading.Event()
+    get.places = threading.Semaphore(0)
+    threading.Timer(0.5, get.places.release).start()
+    began = time.monotonic()
+    with pytest.raises(RequestError, match="may take 10 s together"):
+        got(get, "http://a.example/picture", 0.6)
+    assert time.monotonic() - began < 0.9
+    never.set()
+
+
 def test_a_file_keeps_its_place_until_it_is_read(web, monkeypatch):
     """So files in memory are bounded, too, and not only those on their way."""
     monkeypatch.setattr(fetch, "AT_ONCE", 1)

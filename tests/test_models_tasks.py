@@ -148,7 +148,7 @@ def test_no_text_of_training_has_a_step_of_a_held_out_sum():
     assert {(0, "+"), (1, "+"), (0, "*"), (1, "*")} <= {step[:2] for step in map(pair, trained)}
     solved = re.compile(r"(?<!\d)(?<![-+*] )(\d+) ([-+*]) (\d+) = \d")
     anywhere = [(int(a), sign, int(b)) for text in training()[1] for a, sign, b in solved.findall(text)]
-    assert len(anywhere) > 1000 and not any(reasoning.step_is_held(*step) for step in anywhere)
+    assert len(anywhere) > 900 and not any(reasoning.step_is_held(*step) for step in anywhere)
 
 
 def test_thoughts_work_products_out():

@@ -113,6 +113,46 @@ def test_luck_is_found_soon(n):
     assert speed > 0.9 * best_speed(run.chances, CARDS["many rows are cheap"], n)[0]
 
 
+@pytest.mark.parametrize("n", [1, 8])
+@pytest.mark.parametrize("has_block", [True, False])
+def test_luck_of_an_engine_that_has_just_begun_is_not_wasted(n, has_block):
+    """A wrong draft or two among the first do not stop checks for long."""
+    speeds = []
+    for seed in range(20):
+        run = Run(lambda i: 0.75, CARDS["rows cost"], n, has_block=has_block, seed=seed)
+        speeds.append(run.steps(60)[1] / best_speed(run.chances, run.cost, n)[0])
+    assert sum(speeds) / len(speeds) > 0.85
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_a_width_that_does_not_pay_hides_no_wider_one_that_does(n):
+    """Of the tile that costs half a step, a fourth row alone is not worth it, and eight rows are."""
+    run = Run(lambda i: 0.85, CARDS["three fit into a tile"], n)
+    run.steps(600)
+    best, width = best_speed(run.chances, run.cost, n)
+    assert width == 8 and run.steps(1400)[1] > 0.95 * best
+
+
+def test_a_width_that_was_skipped_risks_no_more_than_a_wider_one():
+    pace, cost = Pace(MOST_DRAFTS, True), CARDS["rows cost"]
+    for n, width in (1, 1), (1, 2), (1, 3), (1, 4), (2, 4), (2, 1):
+        for _ in range(3):
+            pace.measure(n, width, cost(width))
+    assert max(pace.risks(2, 4)) <= cost(4) / cost(1) - 1 + 1e-9
+
+
+def test_answers_pay_by_the_size_of_their_own_group():
+    pace, group, other = Pace(MOST_DRAFTS, True), [Drafts() for _ in range(8)], [Drafts()]
+    for drafts in group + other:
+        pace.join(drafts, None)
+    pace.width(group)
+    pace.width(other)
+    before = pace.balance
+    for drafts in group:
+        pace.land(drafts, 0, 0, MOST_DRAFTS)
+    assert pace.balance - before == pytest.approx(SHARE)
+
+
 def test_a_wider_check_is_tried_when_later_drafts_become_right():
     run = Run(lambda i: 0.9 * (i < 2), CARDS["many rows are cheap"])
     run.steps(300)
