@@ -132,14 +132,20 @@ class RequestLog:
     def end(self, exchange: Exchange):
         del self.running[id(exchange)]
         exchange.ended = time.perf_counter()
+        try:
+            self.write(exchange)
+        finally:                        # observers free what the exchange holds
+            for observe in self.observers:
+                observe(exchange)
+
+    def write(self, exchange: Exchange):
+        """Logs the line of an exchange that has ended."""
         quiet = exchange.path in POLLED and exchange.status in NO_NEWS
         line = str(exchange)
         if self.text_of:
             prompts = dict.fromkeys(tuple(ids) for g in exchange.generations for ids in prompts_of(g.request))
             line += "".join(f" text={json.dumps(self.text_of(ids, exchange.engine))}" for ids in prompts)
         logger.log(logging.DEBUG if quiet else logging.INFO, line)
-        for observe in self.observers:
-            observe(exchange)
 
 
 # ---- on a terminal -----------------------------------------------------------------------------------------
