@@ -135,7 +135,8 @@ def asked_for(example) -> list[tuple]:
 
 
 def test_no_text_of_training_has_a_step_of_a_held_out_sum():
-    trained = sums_of(examples("reasoning", 6000))
+    reasoned = examples("reasoning", 6000)
+    trained = sums_of(reasoned)
     held = [step for example in examples("reasoning", 1000, held=True) for step in asked_for(example)]
     assert len(trained) > 5000 and len(held) > 800
 
@@ -147,8 +148,9 @@ def test_no_text_of_training_has_a_step_of_a_held_out_sum():
     assert {(a, "*", b) for a in range(2, 11) for b in range(a, 11)} <= set(map(pair, trained))  # the table
     assert {(0, "+"), (1, "+"), (0, "*"), (1, "*")} <= {step[:2] for step in map(pair, trained)}
     solved = re.compile(r"(?<!\d)(?<![-+*] )(\d+) ([-+*]) (\d+) = \d")
-    anywhere = [(int(a), sign, int(b)) for text in training()[1] for a, sign, b in solved.findall(text)]
-    assert len(anywhere) > 900 and not any(reasoning.step_is_held(*step) for step in anywhere)
+    texts = [*training()[1], *map(tasks.render, reasoned)]
+    anywhere = [(int(a), sign, int(b)) for text in texts for a, sign, b in solved.findall(text)]
+    assert len(anywhere) > 1000 and not any(reasoning.step_is_held(*step) for step in anywhere)
 
 
 def test_thoughts_work_products_out():
