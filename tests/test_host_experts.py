@@ -287,12 +287,15 @@ def test_the_deadline_comes_before_the_patience_of_an_emulated_card():
 
 
 def test_dropping_it_ends_its_threads():
-    before = threading.active_count()
+    def serving_threads():
+        return {thread for thread in threading.enumerate() if thread.name == serving.THREAD}
+
+    before = serving_threads()
     trial = Trial(EmulatedCard(), EmulatedCard(1), *SMALL)
     trial.experts.compute(0, [0, 2])
-    during = threading.active_count()
+    started = serving_threads() - before
     trial.experts.close()
-    assert during > before and not any(thread.name == serving.THREAD for thread in threading.enumerate())
+    assert started and not any(thread.is_alive() for thread in started)
 
 
 # ---- which way ---------------------------------------------------------------------------------------------

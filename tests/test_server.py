@@ -390,10 +390,10 @@ def test_a_prompt_far_too_long_is_not_tokenized(engine, monkeypatch, path, body)
 
 
 def test_a_port_that_is_taken_leaves_no_threads(engine, port):
-    before = threading.active_count()
+    before = set(threading.enumerate())
     with pytest.raises(OSError), serving_on(engine, port):
         pass
-    wait_until(lambda: threading.active_count() <= before)
+    wait_until(lambda: set(threading.enumerate()) <= before)
 
 
 def serving_on(engine, port):
