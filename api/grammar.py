@@ -14,16 +14,12 @@ from dataclasses import dataclass
 
 from llguidance import LLMatcher
 
+from engine.constraints import JSON_STYLE
 from engine.request import GRAMMAR_LETTERS, is_within
 from engine.trials import TRIALS
 
 from .strings import GrammarError, between_slashes, check_meetings, expressions_of, verbatim
 from .tools import BY_SCHEMAS, DEFINITIONS, PARAMETER_END, Tool, XMLCall, choices, names_in, resolve, types_of
-
-# The separators that models write (json.dumps), with and without the blank. Free white space would let small models
-# write nothing else, and every character of it is one that the grammar could have forced.
-STYLE = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
-
 
 # Keywords that say nothing of a value. Two schemas that differ only in these have the same values.
 ANNOTATIONS = "title", "description", "examples", "default"
@@ -91,7 +87,7 @@ def json_value(schema: dict, strict: bool = True) -> str:
     if strict:
         check_counts(schema)
     try:
-        options = {"x-guidance": STYLE | {"lenient": not strict}}
+        options = {"x-guidance": JSON_STYLE | {"lenient": not strict}}
         return "%json " + json.dumps(discriminated(schema) | options, allow_nan=False)
     except ValueError:                  # 1e999, which json.loads took for infinity
         raise GrammarError("a number beyond all that computers take for finite") from None

@@ -15,6 +15,10 @@ from engine import trials
 from engine.request import RequestError
 from engine.tokenizer import OneAtATime, Tokenizer
 
+# The separators that models write (json.dumps), with and without the blank. Free white space would let small models
+# write nothing else, and every character of it is one that the grammar could have forced.
+JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
+
 
 class Constraint:
     """What a grammar still allows in one answer, or in the part of the answer that follows the token `after`.

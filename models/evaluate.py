@@ -142,8 +142,9 @@ def grammar_of(example) -> str:
     """A grammar of the values that fit the example's schema, with or without a space behind commas and colons."""
     from llguidance import LLMatcher
 
-    style = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
-    return LLMatcher.grammar_from_json_schema(example.expect["schema"], defaults=style)
+    from engine.constraints import JSON_STYLE
+
+    return LLMatcher.grammar_from_json_schema(example.expect["schema"], defaults=JSON_STYLE)
 
 
 def request_of(engine, section, example):

@@ -315,10 +315,16 @@ def rotate(x: Tensor, rope: Tensor, shape: Shape) -> Tensor:
     half = shape.rope_dim // 2
     number = torch.arange(half, device=x.device)
     frequency = shape.rope_base ** (-number.float() / half)
-    angle = (rope[:, number % 3].float() * frequency[:, None]).transpose(1, 2)[:, :, None]
-    cos, sin = angle.cos(), angle.sin()
-    a, b, rest = x.split([half, half, x.shape[3] - 2 * half], 3)
-    return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], 3)
+    angle = (rope[:, number % 3].float() * frequency[:, None]).transpose(1, 2)
+    turned, rest = x.split([2 * half, x.shape[3] - 2 * half], 3)
+    return torch.cat([turn(turned, angle), rest], 3)
+
+
+def turn(x: Tensor, angle: Tensor) -> Tensor:
+    """Each pair (i, i + d / 2) of x [B, T, heads, d] turned by angle i of [B, T, d / 2]."""
+    cos, sin = angle.cos()[:, :, None], angle.sin()[:, :, None]
+    a, b = x.chunk(2, 3)
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], 3)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | Tensor) -> Tensor:
@@ -341,8 +347,13 @@ def block_mask(position: Tensor) -> BlockMask:
 
     def sees(b, h, i, j):
         return (j <= i) & (j >= start[b, i])
-    batch, length = position.shape
-    return create_block_mask(sees, batch, None, length, length, device=position.device, _compile=True)
+    return block_mask_of(sees, position)
+
+
+def block_mask_of(sees, tokens: Tensor) -> BlockMask:
+    """What the tokens [B, T] see of each other: sees(row of the batch, head, query, key)."""
+    batch, length = tokens.shape
+    return create_block_mask(sees, batch, None, length, length, device=tokens.device, _compile=True)
 
 
 # ---- the network ---------------------------------------------------------------------------------------

@@ -18,9 +18,9 @@ import math
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask
+from torch.nn.attention.flex_attention import BlockMask
 
-from models.network import attend
+from models.network import attend, block_mask_of, turn
 
 PATCH_VALUES = 3 * 16 * 16
 MERGED = 4              # patches of a block
@@ -64,10 +64,7 @@ def rotate_patches(x: Tensor, grid: Tensor) -> Tensor:
     with the same frequencies, by its column."""
     quarter = x.shape[3] // 4
     frequency = ROPE_BASE ** (-torch.arange(quarter, device=x.device, dtype=torch.float32) / quarter)
-    angle = (grid[..., :2, None].float() * frequency).flatten(2)[:, :, None]
-    cos, sin = angle.cos(), angle.sin()
-    a, b = x.float().chunk(2, 3)
-    return torch.cat([a * cos - b * sin, b * cos + a * sin], 3)
+    return turn(x.float(), (grid[..., :2, None].float() * frequency).flatten(2))
 
 
 def positions(table: Tensor, grid: Tensor) -> Tensor:
@@ -92,8 +89,7 @@ def block_picture_mask(grid: Tensor) -> BlockMask:
 
     def sees(b, h, i, j):
         return picture[b, i] == picture[b, j]
-    rows, length = picture.shape
-    return create_block_mask(sees, rows, None, length, length, device=grid.device, _compile=True)
+    return block_mask_of(sees, picture)
 
 
 class Tower(nn.Module):

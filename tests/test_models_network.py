@@ -17,21 +17,13 @@ from engine.tokenizer import load_tokenizer
 from models import data, evaluate, export, network, tasks, tower, train  # noqa: E402
 from models.checkpoint import Checkpoint, load_checkpoint, save_checkpoint  # noqa: E402
 from tests.oracle import oracle_npz, oracle_path  # noqa: E402
-
-# A process's first exp by several threads at once can be inexact: github.com/pytorch/pytorch/issues/188792.
-torch.set_num_threads(1)
+from tests.training import relative
 
 SMALL = network.Shape(n_vocab=512, hidden=64, ffn=96, n_layers=4, n_heads=2)
 TINY = network.Shape(n_vocab=512, hidden=32, ffn=64, n_layers=2, attention_interval=2, head_dim=32,
                      rope_dim=16, linear_head_dim=16)  # no file has such heads, but it learns fast
 TINY_TOWER = tower.TowerShape(width=32, n_blocks=2, n_heads=2, ffn=64, side=4, hidden=32)
 SHORT = data.Layout(2, 512, 0)     # no pictures: see tests/test_models_tower.py
-
-
-def relative(ours, reference) -> float:
-    """Relative L2 distance."""
-    ours, reference = (torch.as_tensor(x).detach().double() for x in (ours, reference))
-    return ((ours - reference).norm() / reference.norm()).item()
 
 
 def random_network(shape=SMALL, seed=0):

@@ -18,8 +18,7 @@ from kernels import patches
 from models import data, evaluate, export, network, tasks, tower, train  # noqa: E402
 from models.checkpoint import Checkpoint, load_checkpoint, save_checkpoint  # noqa: E402
 from tests.oracle import oracle_npz, oracle_path  # noqa: E402
-
-torch.set_num_threads(1)    # see tests/test_models_network.py
+from tests.training import relative
 
 SMALL = tower.TowerShape(width=64, n_blocks=2, n_heads=2, ffn=96, side=5, hidden=32)
 LAYOUT = data.Layout(2, 1024, 1)
@@ -69,11 +68,6 @@ def squares(monkeypatch):
 def tokenizer():
     rng = random.Random(0)
     return data.train_tokenizer([tasks.render(make_of(rng)) for make_of in (make, make_text) * 100], 512)
-
-
-def relative(ours, reference) -> float:
-    ours, reference = (torch.as_tensor(x).detach().double() for x in (ours, reference))
-    return ((ours - reference).norm() / reference.norm()).item()
 
 
 def random_tower(shape=SMALL, seed=0):
