@@ -15,6 +15,7 @@ tokens take the time of (1 + SHARE) t plain steps and of ALLOWANCE more at most,
 as times are as they were measured. What it costs to record a step of a new width comes on top, once.
 """
 
+import bisect
 import collections
 import itertools
 import logging
@@ -34,7 +35,7 @@ FIRST_RISK = 1.0            # plain steps that a check of one draft may lose, un
 SHARE = 1 / 64              # of a plain step, that checks may lose for each token
 MOST_BALANCE = 8.0          # plain steps that checks may lose of what others have won
 CAUTION = 2.0               # times what measured rows cost, for rows that were not measured
-MEASUREMENTS, LEAST_MEASUREMENTS = 9, 3     # the median of the latest times counts; with fewer than 3 it does not
+MEASUREMENTS, FIRST_MEASUREMENTS = 9, 3      # times of steps, of which the median counts; of a new width the first few
 
 # Chances of the first answers: with a block of the model's own that predicts tokens, and with copied tokens alone.
 BLOCK_CHANCES = 0.75, 0.7, 0.65, 0.6, 0.55, 0.5, 0.45
@@ -101,8 +102,9 @@ class Pace:
         self.limit, self.has_block = limit, has_block
         self.n_checked, self.n_accepted = [0] * MOST_DRAFTS, [0] * MOST_DRAFTS      # of all answers
         self.usual = list(BLOCK_CHANCES if has_block else COPY_CHANCES)     # chances that a new answer begins with
-        self.times = collections.defaultdict(lambda: collections.deque(maxlen=MEASUREMENTS))    # (answers, width) -> s
-        self.medians = collections.defaultdict(dict)        # answers -> width -> median of its times
+        self.times = collections.defaultdict(list)          # (answers, width) -> seconds since the last median
+        self.medians = collections.defaultdict(dict)        # answers -> width -> the latest median of its times
+        self.costs = {}         # (answers, widest) -> (risks, seconds) of each width, by these medians
         self.balance = ALLOWANCE                # plain steps that checks may lose now
         self.watched = self.n_right = 0         # drafts of the current WATCHED, and how many of them were right
         self.n_wrong = 0                        # drafts since the last right one
@@ -126,11 +128,18 @@ class Pace:
         self._watch(n_drafts, n_accepted)
 
     def measure(self, n: int, width: int, seconds: float):
-        """A step of n answers took so long. It followed another step directly, and no pass of a prompt ran beside."""
-        times = self.times[n, width]
+        """A step of n answers took so long. It followed another step directly, and no pass of a prompt ran beside. What
+        is known of fewer rows that took longer was measured at a bad moment, and is forgotten."""
+        times, known = self.times[n, width], self.medians[n]
         times.append(seconds)
-        if len(times) >= LEAST_MEASUREMENTS:
-            self.medians[n][width] = sorted(times)[len(times) // 2]
+        if len(times) == (MEASUREMENTS if width in known else FIRST_MEASUREMENTS):
+            median = known[width] = sorted(times)[len(times) // 2]
+            for slow in [w for w in known if w < width and known[w] > median]:
+                del known[slow]
+                if slow == 1:           # what checks may lose is counted in plain steps
+                    known[1] = median
+            self.costs.clear()
+            times.clear()
 
     def seconds(self, n: int, width: int) -> float:
         """About how long a check of n answers takes: the median of the latest ones. A width that was not measured is
@@ -166,19 +175,28 @@ class Pace:
         widest = min(1 + max(there), LARGEST_CHECK // n)
         for drafts in answers:
             drafts.n_together = n
-        risks = [risk for risk in self.risks(n, widest) if risk <= self.balance]
-        if (widest := len(risks)) < 2:
+        risks, seconds = self._costs(n, widest)
+        widest = bisect.bisect(risks, self.balance)
+        if widest < 2:
             return 1
         gains = [drafts.gains(n_there) for drafts, n_there in zip(answers, there)]
         tokens = itertools.accumulate(map(sum, itertools.zip_longest(*gains, fillvalue=0.0)))
-        seconds = itertools.accumulate((self.seconds(n, width) for width in range(1, widest + 1)), max)
-        speeds = list(map(operator.truediv, tokens, seconds))       # seconds: fewer rows never take longer
+        speeds = list(map(operator.truediv, tokens, seconds[:widest]))
         best = 1 + speeds.index(max(speeds))
         is_due = best < widest and any(
             min(drafts.ages[best - 1], drafts.since_try) >= RETRY_TOKENS and n_there >= best
             for drafts, n_there in zip(answers, there))
         self.balance -= risks[best + is_due - 1]
         return best + is_due
+
+    def _costs(self, n: int, widest: int) -> tuple[list[float], list[float]]:
+        """What each width risks, and the seconds that it takes; more rows never take less. Kept until a median changes,
+        since working it out takes as long as a part of a small model's step."""
+        if (n, widest) not in self.costs:
+            risks = self.risks(n, widest)
+            seconds = (self.seconds(n, width) for width in range(1, len(risks) + 1))
+            self.costs[n, widest] = risks, list(itertools.accumulate(seconds, max))
+        return self.costs[n, widest]
 
     def _n_there(self, drafts: Drafts) -> int:
         """About how many drafts the next check of an answer can have."""
