@@ -18,10 +18,11 @@ import torch
 import torch.nn.functional as F
 import torch.utils.checkpoint
 from torch import Tensor, nn
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 CHUNK = 64      # tokens of the delta rule's chunked form
 RESET = -30.0   # log decay at a document's first token: exp(-30) = 1e-13 is left of what came before
+MASK_BLOCK = 128    # queries and keys that flex_attention takes at a time
 HEAD_TOKENS = 16384  # tokens whose logits exist at a time
 
 
@@ -343,17 +344,29 @@ def dense_mask(position: Tensor) -> Tensor:
 
 def block_mask(position: Tensor) -> BlockMask:
     """The same for `flex_attention`."""
-    start = torch.arange(position.shape[1], device=position.device) - position
+    at = torch.arange(position.shape[1], device=position.device)
+    return block_mask_of(at - position, at.expand_as(position))
+
+
+def block_mask_of(first: Tensor, last: Tensor) -> BlockMask:
+    """Query i of row b sees the keys first[b, i] to last[b, i]. first, last [B, T]: neither falls along a row, and T is
+    a multiple of MASK_BLOCK. So the first and the last query of a block tell which blocks of keys its queries see, and
+    which of them wholly. (PyTorch's own `create_block_mask` looks at T x T places, or compiles for a minute.)"""
+    begin = torch.arange(0, first.shape[1], MASK_BLOCK, device=first.device)
+    end = begin + MASK_BLOCK - 1
+    from_first, to_first = (each[:, ::MASK_BLOCK, None] for each in (first, last))
+    from_last, to_last = (each[:, MASK_BLOCK - 1::MASK_BLOCK, None] for each in (first, last))
+    seen = (end >= from_first) & (begin <= to_last)         # [B, blocks of queries, blocks of keys]
+    whole = (begin >= from_last) & (end <= to_first)
 
     def sees(b, h, i, j):
-        return (j <= i) & (j >= start[b, i])
-    return block_mask_of(sees, position)
+        return (j >= first[b, i]) & (j <= last[b, i])
 
-
-def block_mask_of(sees, tokens: Tensor) -> BlockMask:
-    """What the tokens [B, T] see of each other: sees(row of the batch, head, query, key)."""
-    batch, length = tokens.shape
-    return create_block_mask(sees, batch, None, length, length, device=tokens.device, _compile=True)
+    def listed(blocks):
+        """(how many, which ones first) of each block of queries; all heads share them."""
+        return (each[:, None].int() for each in (blocks.sum(2), blocks.int().argsort(stable=True, dim=2, descending=True)))
+    return BlockMask.from_kv_blocks(*listed(seen & ~whole), *listed(whole), BLOCK_SIZE=MASK_BLOCK, mask_mod=sees,
+                                    seq_lengths=(first.shape[1],) * 2)
 
 
 # ---- the network ---------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from engine.tokenizer import load_tokenizer
 from models import data, evaluate, export, network, tasks, tower, train  # noqa: E402
 from models.checkpoint import Checkpoint, load_checkpoint, save_checkpoint  # noqa: E402
 from tests.oracle import oracle_npz, oracle_path  # noqa: E402
-from tests.training import relative
+from tests.training import assert_same_mask, relative
 
 SMALL = network.Shape(n_vocab=512, hidden=64, ffn=96, n_layers=4, n_heads=2)
 TINY = network.Shape(n_vocab=512, hidden=32, ffn=64, n_layers=2, attention_interval=2, head_dim=32,
@@ -143,15 +143,10 @@ def test_packed_documents_do_not_see_each_other():
         assert relative(logits, alone) < 1e-5 and relative(drafts, drafts_alone) < 1e-5
 
 
-def test_block_mask_is_the_dense_mask():
-    position = torch.cat([torch.arange(n) for n in (100, 28, 200, 56)])[None]
-    start = torch.arange(384) - position
-
-    def dense(mask):
-        i, j = torch.arange(384)[:, None], torch.arange(384)
-        return mask.mask_mod(torch.tensor(0), torch.tensor(0), i, j)
-    assert torch.equal(dense(network.block_mask(position)), network.dense_mask(position)[0, 0])
-    assert start.min() == 0
+@pytest.mark.parametrize("lengths", [(100, 28, 200, 56), (384,), (129, 127, 128), (1,) * 130 + (126, 128)])
+def test_block_mask_is_the_dense_mask(lengths):
+    position = torch.stack([torch.cat([torch.arange(n) for n in each]) for each in (lengths, lengths[::-1])])
+    assert_same_mask(network.block_mask(position), network.dense_mask(position))
 
 
 def test_generation_continues_as_the_whole_text_would():

@@ -18,7 +18,7 @@ from kernels import patches
 from models import data, evaluate, export, network, tasks, tower, train  # noqa: E402
 from models.checkpoint import Checkpoint, load_checkpoint, save_checkpoint  # noqa: E402
 from tests.oracle import oracle_npz, oracle_path  # noqa: E402
-from tests.training import relative
+from tests.training import assert_same_mask, relative
 
 SMALL = tower.TowerShape(width=64, n_blocks=2, n_heads=2, ffn=96, side=5, hidden=32)
 LAYOUT = data.Layout(2, 1024, 1)
@@ -123,6 +123,13 @@ def test_reference_outputs(case, rgb):
         logits = net.logits(net.hidden(filled(ids)[None], position, network.dense_mask(position), seen=seen))[0]
     tail = z[f"{case}_hf_logits_tail"]
     assert relative(logits[len(ids) - len(tail):len(ids)], tail) < 1e-5
+
+
+def test_block_mask_of_pictures_is_the_dense_mask():
+    """Also with patches of no picture behind the last one."""
+    picture = torch.tensor([[0] * 100 + [1] * 156 + [2] * 128, [3] * 256 + [4] * 4 + [-1] * 124, [-1] * 384])
+    grid = picture[..., None].expand(-1, -1, 5)
+    assert_same_mask(tower.block_picture_mask(grid), tower.dense_picture_mask(grid))
 
 
 def test_pictures_and_logits_are_those_of_transformers():
