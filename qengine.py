@@ -61,7 +61,7 @@ from typing import ClassVar, NamedTuple
 import numpy as np
 import tqdm
 
-from engine import expert_store, talk
+from engine import expert_store, look, talk
 from engine.constraints import Constraint, Vocabulary
 from engine.details import ModelDetails, parameters
 from engine.draft_block import PIECE, DraftBlock
@@ -70,6 +70,7 @@ from engine.experts import ExpertsMLP
 from engine.gguf import GGUF, SUPPORTED_TYPES
 from engine.hub import eyes_file, local_path
 from engine.hyperparameters import read_hyperparameters, synthetic_hyperparameters
+from engine.look import HEAD_ROWS
 from engine.micro_batches import MicroBatch, PassInParts, Span
 from engine.packing import CLASSIFIER, Packed, Pooling, for_pooling, most_spans
 from engine.pipes import PipeMeter
@@ -668,9 +669,6 @@ def check_model(config: Config, gguf: GGUF):
 # ======================================================================================================
 # 5  Model and cache
 # ======================================================================================================
-
-HEAD_ROWS = 8               # most rows of logits computed at once when a whole text is evaluated (`Engine.logit_rows`)
-
 
 class Model:
     """The forward pass of a range of layers on one card. The cache, whose states and pages the layers change, is the
@@ -2187,34 +2185,7 @@ class Engine(TextOnly, TextEngine):
         return "".join(delta.text for delta in self.submit(Request(ids, **sampling)))
 
     chat = talk.chat            # the answer to a conversation, which may hold pictures
-
-    def evaluate(self, ids: list[int], tap=None, pictures=()) -> np.ndarray:
-        """Logits float32 [len(ids), n_vocab] after each token of a text. The text runs through the layers as prompts
-        do. pictures: as a Request has them.
-
-        `tap(name, array)` sees the hidden states of each pass on the card: "embedding", "layer 0", ...
-        """
-        logits, start = np.empty((len(ids), self.config.n_vocab), np.float32), 0
-        for rows in self.logit_rows(ids, tap, pictures):
-            logits[start:start + len(rows)] = rows
-            start += len(rows)
-        return logits
-
-    def logit_rows(self, ids: list[int], tap=None, pictures=()):
-        """Yields what `evaluate` returns, up to HEAD_ROWS rows at a time: the logits of a long text take gigabytes.
-
-        The text takes a slot, and the engine does nothing else, until the last rows are out.
-        """
-        Request(list(ids)).check(self.config.n_vocab, self.n_ctx + 1)
-        pictures = pictures_of(ids, pictures, self.eyes)
-        with self.scheduler.borrow_slot(len(ids)) as sequence:
-            self.pipeline.prepare_slot(sequence.slot, sequence.generation.request, lag=pictures.lag)
-            for start in range(0, len(ids), self.chunk):
-                chunk = ids[start:start + self.chunk]
-                seen = self.pipeline.show(pictures, start, start + len(chunk))
-                self.pipeline.prefill(chunk, sequence.slot, start, tap=tap, seen=seen)
-                for row in range(0, len(chunk), HEAD_ROWS):
-                    yield self.pipeline.logits(row, min(HEAD_ROWS, len(chunk) - row))
+    look, evaluate, logit_rows = look.look, look.evaluate, look.logit_rows      # attention, hidden states, logits
 
     def stats(self) -> dict:
         """Counts of this moment: requests_running, requests_waiting, slots; kv_pages, which are kv_pages_used (by

@@ -27,12 +27,23 @@ def chat(engine: TextEngine, messages: list[dict], thinking: bool | None = None,
 
     Raises RequestError for what is no picture, and where the model has no eyes or no chat template.
     """
+    request = Request(**prompt_of(engine, messages, thinking, template_kwargs), **sampling)
+    return "".join(delta.text for delta in engine.submit(request))
+
+
+def prompt_of(engine: TextEngine, messages: list[dict], thinking: bool | None = None,
+              template_kwargs: dict | None = None) -> dict:
+    """The fields of a Request that a conversation fills, see `chat`. Raises RequestError."""
     if engine.template is None:
         raise RequestError("messages", "this model has no chat template: use generate")
     messages = shown(messages, engine.eyes)
     text = engine.template.render(messages, enable_thinking=thinking, template_kwargs=template_kwargs)
-    request = Request(**prompt_fields(engine.encode(text), pictures_in(messages), engine.eyes), **sampling)
-    return "".join(delta.text for delta in engine.submit(request))
+    return prompt_fields(engine.encode(text), pictures_in(messages), engine.eyes)
+
+
+def is_conversation(prompt) -> bool:
+    """Whether a prompt is a list of messages, and no text or token ids."""
+    return isinstance(prompt, list | tuple) and bool(prompt) and isinstance(prompt[0], dict)
 
 
 def shown(messages: list[dict], eyes: Reader | None) -> list[dict]:
