@@ -32,15 +32,9 @@ scheduler of their own (engine/packing.py), the same layers, and no head or samp
 of requests and model files; kernels/ adds `CardError` and `CompileError`. README.md ends with a glossary.
 """
 
-import os
-import signal
 import sys
 
 if __name__ == "__main__":      # cli/ takes over, and imports this file once more as the module `qengine`
-    signal.signal(signal.SIGINT, lambda *_: os._exit(130))      # imports take seconds: Ctrl-C meanwhile is quiet
-    for _name, _mode in ("stdin", "r"), ("stdout", "w"), ("stderr", "w"):   # None: whoever started Python closed it
-        if getattr(sys, _name) is None:
-            setattr(sys, _name, open(os.devnull, _mode))
     from cli.main import run_process
 
     run_process()
@@ -70,6 +64,7 @@ from engine.experts import ExpertsMLP
 from engine.gguf import GGUF, SUPPORTED_TYPES
 from engine.hub import eyes_file, local_path
 from engine.hyperparameters import read_hyperparameters, synthetic_hyperparameters
+from engine.limits import DEFAULT_CTX, DEFAULT_MODEL, SAMPLING
 from engine.look import HEAD_ROWS
 from engine.micro_batches import MicroBatch, PassInParts, Span
 from engine.packing import CLASSIFIER, Packed, Pooling, for_pooling, most_spans
@@ -80,8 +75,7 @@ from engine.plan import (CHUNK, LEAST_CHECKPOINTS, MICRO_BATCHES, CacheSizes, De
 from engine.pooling import SYNTHETIC_RERANK, RerankTemplate
 from engine.prefix import PAGE_TOKENS, PrefixCache, checkpoint_positions, pages_for
 from engine.recordings import Recordings
-from engine.request import (SAMPLING, DeadlineExceeded, Delta, EngineStopped, Fault, Generation, ModelError, Request,
-                            RequestError)
+from engine.request import DeadlineExceeded, Delta, EngineStopped, Fault, Generation, ModelError, Request, RequestError
 from engine.rounds import Rounds
 from engine.scratch import Activation, Scratch, ScratchArray
 from engine.sampler import BUFFERS, FIRST_TOKENS, Sampler, Tokens
@@ -2110,12 +2104,6 @@ class Scheduler(Rounds):
 # ======================================================================================================
 # 8  Engine
 # ======================================================================================================
-
-DEFAULT_CTX = 4096          # tokens of a slot, unless the caller names a number or the model was made for fewer
-
-# The small model that comes with qengine.
-DEFAULT_MODEL = Path(__file__).resolve().parent / "models" / "qengine-10m-Q8_0.gguf"
-
 
 class Engine(TextOnly, TextEngine):
     """A loaded model, for notebooks, the command line and the server.

@@ -13,8 +13,7 @@ The table makes what the endpoints check (`fields_of`), and api/FIELDS.md, the p
 import json
 from typing import NamedTuple
 
-from engine.request import SAMPLING
-from engine.speculate import MOST_DRAFTS
+from engine.limits import MOST_DRAFTS, SAMPLING
 
 from .fields import ANYTHING, refused
 

@@ -10,8 +10,8 @@ import difflib
 import json
 import re
 
-from engine.request import SAMPLING, RequestError
-from engine.speculate import MOST_DRAFTS
+from engine.limits import MOST_DRAFTS, SAMPLING
+from engine.request import RequestError
 
 # ---- descriptions --------------------------------------------------------------------------------------
 

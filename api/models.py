@@ -2,7 +2,8 @@
 
 from werkzeug.exceptions import ServiceUnavailable
 
-from engine.request import SAMPLING, Generation, Request
+from engine.limits import SAMPLING
+from engine.request import Generation, Request
 
 from .endpoint import Endpoint
 from .errors import NotFound

@@ -21,6 +21,7 @@ import re
 from pathlib import Path
 
 import qengine
+from cli.ending import run_program
 from cli.options import listed, whole_numbers
 from engine.plan import CacheSizes, Demand, Planner, schedule
 from engine.prefix import PAGE_TOKENS, pages_for
@@ -191,4 +192,4 @@ def main():
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    run_program(main)

@@ -21,6 +21,7 @@ import qengine
 from api import chat, openai
 from api.http import serving
 from api.service import create_app
+from cli.ending import run_program
 from engine.constraints import Constraint
 
 RECORD = {"type": "object", "additionalProperties": False, "required": ["name", "age", "size", "tags", "home"],
@@ -126,4 +127,4 @@ def forced(engine, asked):
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main)

@@ -18,10 +18,11 @@ import dataclasses
 import numpy as np
 
 import qengine
+from cli.ending import run_program
 from cli.options import whole_numbers
+from engine.limits import MOST_DRAFTS
 from engine.plan import CacheSizes, Demand, hop_bytes
 from engine.prefix import pages_for
-from engine.speculate import MOST_DRAFTS
 from kernels.advance import answer_of
 from kernels.emulated import native
 from kernels.emulated.card import EmulatedCard, Launch
@@ -121,4 +122,4 @@ def main():
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    run_program(main)

@@ -13,6 +13,7 @@ import time
 import numpy as np
 
 import qengine
+from cli.ending import run_program
 
 COUNT, REPEATS = 32, 5
 LENGTHS = 23, 450
@@ -53,4 +54,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main)

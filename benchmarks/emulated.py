@@ -20,6 +20,7 @@ from numba.types import uint32
 import qengine
 from cli.bench import Bench
 from cli.checks import ACCEPTANCE, EMULATED_TOKENS, CheckBench, room_for
+from cli.ending import run_program
 from engine.expert_store import arrays_of
 from kernels import q8_gemm, q8_gemv
 from kernels.emulated import native
@@ -222,4 +223,4 @@ def main(workers=1, *models):
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]) if sys.argv[1:] else 1, *sys.argv[2:])
+    run_program(main, int(sys.argv[1]) if sys.argv[1:] else 1, *sys.argv[2:])

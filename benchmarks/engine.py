@@ -10,6 +10,7 @@ import argparse
 import numpy as np
 
 import qengine
+from cli.ending import run_program
 
 
 def main():
@@ -39,4 +40,4 @@ def speeds(engine, ids, n_tokens, **fields):
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main)

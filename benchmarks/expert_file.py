@@ -27,6 +27,7 @@ import numpy as np
 
 import qengine
 from cli.bench import Bench, check_expert_hits
+from cli.ending import run_program
 from engine import plan
 from engine.expert_store import ExpertStore
 from kernels.card import show_bytes
@@ -167,4 +168,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main)

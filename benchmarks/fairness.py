@@ -18,6 +18,7 @@ import time
 import numpy as np
 
 import qengine
+from cli.ending import run_program
 from cli.serve import freeze
 
 SHORT = 20                  # tokens of the short prompt, and of those of answers
@@ -134,4 +135,4 @@ def prompt(seed, n, max_tokens):
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main)

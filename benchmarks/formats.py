@@ -33,6 +33,7 @@ import gguf
 import numpy as np
 
 import qengine
+from cli.ending import run_program
 from cli.perplexity import score_rows
 from engine.gguf import GGUF
 from engine.weights import FileWeights
@@ -219,4 +220,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main)

@@ -29,7 +29,6 @@ import multiprocessing
 import os
 import random
 import statistics
-import sys
 import threading
 import time
 from dataclasses import dataclass
@@ -37,6 +36,7 @@ from dataclasses import dataclass
 import qengine
 from api.http import serving
 from api.service import create_app
+from cli.ending import run_program
 from benchmarks import hostile
 from engine.prefix import PAGE_TOKENS, pages_for
 
@@ -472,4 +472,4 @@ def main(arguments=None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_program(main)

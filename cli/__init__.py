@@ -1,7 +1,9 @@
 """What `python qengine.py` does: cli/main.py reads the options, the other files do what they ask for.
 
-    main.py         what is to be done, exit codes, the process around it
+    main.py         from words to an exit code
     options.py      the options, which go together, the help
+    tasks.py        what is to be done
+    ending.py       exit codes, and sentences in place of tracebacks, for benchmarks/, too
     engines.py      what the options ask of the engines, and the files that they name
     interrupts.py   Ctrl-C
     chat.py         one answer, or a conversation, on the terminal

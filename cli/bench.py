@@ -38,10 +38,7 @@ from kernels.operands import Matrix
 
 from .checks import CheckBench, bench_checks, room_for, run_tokens
 from .engines import expert_memory, traced, write_json
-
-PROMPT_LENGTHS, CONTEXTS, REPEATS = (297, 1160, 4620, 18400), (297, 4620, 18400), 3
-EMULATED_LENGTH = 297       # the only prompt and context on the emulated card, unless others are named
-DECODE_STEPS = 32           # of one timed run
+from .options import CONTEXTS, DECODE_STEPS, EMULATED_LENGTH, PROMPT_LENGTHS, REPEATS
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,8 @@ from kernels.advance import COUNT, TOKENS, answer_of
 from kernels.card import CardError
 from kernels.records import CHECK_ROWS
 
-ACCEPTANCE = 0.75           # unless --acceptance says otherwise
+from .options import ACCEPTANCE
+
 TOKENS_OF_A_RUN, EMULATED_TOKENS = 384, 48
 
 

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 
 
 def interruptible():
@@ -17,6 +18,12 @@ def interrupt(*_):
 
 def leave(*_):
     os._exit(130)
+
+
+def end_process(code: int):
+    """Ends the process with an exit code."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)    # nothing is left to interrupt but Python's own end
+    sys.exit(code)
 
 
 ENDING = signal.SIGTERM, signal.SIGHUP

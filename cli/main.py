@@ -1,106 +1,15 @@
-"""The command line: what is to be done, the exit code, and the process around it."""
+"""The command line: from its words to an exit code. What the help does not need is imported when the words are read."""
 
-import dataclasses
 import os
 import signal
 import sys
 
-import qengine
-from engine.request import SAMPLING, EngineStopped, ModelError, RequestError
-from engine.text_engine import wrong_kind
-from kernels import probe
-from kernels.card import CardError, PlannedCard
-from kernels.compile import CompileError
-from kernels.open import open_cards
-from kernels.products import Products, measure_products
-
-from .bench import run_bench
-from .chat import run_chat, run_prompt
-from .engines import Wishes, asked, check_eyes, open_side, side_cards, write_json
-from .interrupts import interruptible
+from .interrupts import end_process
 from .options import TASKS, build_parser, check_options, given, option_name
-from .perplexity import run_perplexity
-
-
-def run_probe(options) -> int:
-    """Measures the chosen cards; returns the exit code."""
-    cards = open_cards(options.card)
-    reports = probe.probe_cards(cards)
-    for card in cards:
-        card.replace(probe.saved_replacements(card))
-        measure_products(card, anew=True)
-        if said := Products.of(card).describe():
-            print(f"products of prompts on {card.name}: {said}")
-    if options.json:
-        write_json(options.json, [report.to_dict() for report in reports])
-    return 0
-
-
-def print_config(options) -> int:
-    """Prints what the model file and the command line say; returns the exit code."""
-    model = qengine.open_model(options.model)
-    said = {"ctx": model.n_ctx(options.ctx), "slots": options.slots,
-            "card": options.card or "the first if the model fits there, or else all"}
-    for name, value in (dataclasses.asdict(model.config) | said).items():
-        print(f"{name} = {value}")
-    return 0
-
-
-def run_plan(model: qengine.OpenModel, options) -> int:
-    """Prints where the models go and what that takes, those beside the main one first; returns the exit code. Raises
-    OutOfMemory."""
-    cards, side = qengine.open_named(options.card), open_side(options)
-    if side:
-        cards = type(cards)(map(PlannedCard, cards))
-    known = {card.name: card for card in cards}
-    for beside, name in side:
-        demand = beside.demand(products=options.products)
-        planner = qengine.make_planner(beside, side_cards(known, cards, name, PlannedCard), demand)
-        planner.check()
-        print(f"{beside.name}, {beside.kind}:\n{planner.report()}\n")
-        for card, stage in zip(planner.cards, planner.plan.stages):
-            card.set_aside(stage.total)
-    planner = qengine.make_planner(model, cards, model.demand(**asked(options)))
-    planner.check()
-    print(f"{model.name}, {model.kind}:\n{planner.report()}" if side else planner.report())
-    return 0
-
-
-def run(options) -> int:
-    """Does what the parsed command line asks; returns the exit code."""
-    sampling = {name: getattr(options, name) for name in SAMPLING if getattr(options, name) is not None}
-    sampling["repetition_guard"] = options.repetition_guard != "off"
-    template_kwargs = dict(options.chat_template_kwargs or {})
-    said = template_kwargs.pop("enable_thinking", None)
-    wishes = Wishes({None: said, "on": True, "off": False}[options.thinking], template_kwargs)
-    if options.trace:
-        write_json(options.trace, {})       # now, so that a recording is not lost because of a mistyped folder
-    if options.print_config:
-        return print_config(options)
-    if options.serve is not None:
-        from .serve import run_server  # here: a tenth of a second of imports that nothing else needs
-        return run_server(options, sampling, wishes)
-    if options.probe:
-        return run_probe(options)
-    model = qengine.open_model(options.model)
-    check_eyes(options, model)
-    if options.plan:
-        return run_plan(model, options)
-    if model.kind != "text":
-        raise wrong_kind(model, "text")
-    if options.bench:
-        return run_bench(model, options)
-    if options.perplexity is not None:
-        return run_perplexity(model, options)
-    if options.chat:
-        return run_chat(model, options, sampling, wishes)
-    return run_prompt(model, options, sampling, wishes)
 
 
 def main(arguments=None) -> int:
-    """The command line. Returns the exit code: 0 done; 1 the engine stopped, or the output could not be written; 2 the
-    model, the request or the card cannot be used as asked; 130 Ctrl-C. Help and mistakes in options leave by
-    SystemExit."""
+    """The command line. Returns the exit code, see cli/ending.py. Help and mistakes in options leave by SystemExit."""
     arguments = sys.argv[1:] if arguments is None else arguments
     parser = build_parser()
     options = parser.parse_args(arguments)
@@ -109,33 +18,16 @@ def main(arguments=None) -> int:
             parser.error(f"say what to do: {', '.join(map(option_name, TASKS))}")
         options.chat = True
     check_options(parser, options)
-    before = signal.getsignal(signal.SIGINT)
-    interruptible()
-    try:
-        code = run(options)
-        sys.stdout.flush()
-        return code
-    except (ModelError, RequestError, CardError, CompileError) as error:
-        qengine.note(f"qengine: {error}")
-        return 2
-    except EngineStopped as error:
-        qengine.note(f"qengine: {error}")
-        return 1
-    except KeyboardInterrupt:
-        qengine.note("")
-        return 130
-    except OSError as error:        # whoever read our output has left, as `head` does; or a disk is full
-        if not isinstance(error, BrokenPipeError):
-            qengine.note(f"qengine: {error}")
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
-    finally:
-        signal.signal(signal.SIGINT, before)
+    from . import tasks             # here: imports that take seconds
+    from .ending import ended
+    return ended(tasks.run, options)
 
 
 def run_process():
     """Runs `main` and ends the process with its exit code."""
+    signal.signal(signal.SIGINT, lambda *_: os._exit(130))      # imports take seconds: Ctrl-C meanwhile is quiet
+    for name, mode in ("stdin", "r"), ("stdout", "w"), ("stderr", "w"):     # None: whoever started Python closed it
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))
     sys.stdout.reconfigure(errors="replace")        # a terminal that lacks a letter shows a question mark
-    code = main()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)    # nothing is left to interrupt but Python's own end
-    sys.exit(code)
+    end_process(main())

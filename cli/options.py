@@ -1,22 +1,13 @@
-"""The options of the command line: what they mean, which go together, and the help."""
+"""The options of the command line: what they mean, which go together, and the help. The help is there at once, as
+nothing is imported here that takes time."""
 
 import argparse
 import functools
 import json
 
-import qengine
-from engine.images import Limits
-from engine.plan import KEPT_CONTEXTS
-from engine.repetition import LONGEST_PERIOD, REPEATED_TOKENS
-from engine.request import SAMPLING, RequestError
-from engine.speculate import MOST_DRAFTS
-from engine.template import OWN_NAMES
-
-from kernels.products import WISHES
-from kernels.records import CHECK_ROWS
-
-from .bench import CONTEXTS, DECODE_STEPS, EMULATED_LENGTH, PROMPT_LENGTHS, REPEATS
-from .checks import ACCEPTANCE
+from engine import limits
+from engine.limits import IMAGE_TOKENS, MOST_DRAFTS, SAMPLING
+from kernels.limits import CHECK_ROWS, WISHES
 
 EXAMPLES = """\
 examples:
@@ -34,6 +25,13 @@ examples:
 """
 
 DRAIN_SECONDS = 30
+
+# --bench measures these, unless other lengths are named.
+PROMPT_LENGTHS, CONTEXTS, REPEATS = (297, 1160, 4620, 18400), (297, 4620, 18400), 3
+EMULATED_LENGTH = 297       # the only prompt and context on the emulated card, unless others are named
+DECODE_STEPS = 32           # of one timed run
+ACCEPTANCE = 0.75           # share of drafts that are right, unless --acceptance says otherwise
+
 TASKS = "prompt", "chat", "serve", "perplexity", "bench", "probe", "plan", "print_config"
 
 # Options that do nothing unless one of the options beside them is there, too.
@@ -100,7 +98,7 @@ def template_variables(text: str) -> dict:
         variables = None
     if not isinstance(variables, dict):
         raise argparse.ArgumentTypeError(f'must be a JSON object, as in {{"preserve_thinking": false}}, not {text!r}')
-    if taken := sorted((OWN_NAMES - {"enable_thinking"}) & variables.keys()):
+    if taken := sorted((limits.OWN_NAMES - {"enable_thinking"}) & variables.keys()):
         raise argparse.ArgumentTypeError(f"may not set {taken[0]!r}")
     if not isinstance(variables.get("enable_thinking", True), bool):
         raise argparse.ArgumentTypeError("'enable_thinking' is neither true nor false")
@@ -109,6 +107,7 @@ def template_variables(text: str) -> dict:
 
 def image_tokens(text: str) -> tuple[int, int]:
     """An argparse type: "64,4096"."""
+    from engine.images import Limits, RequestError      # here: imports that the help does not need
     try:
         least, most = whole_numbers(text)
         return Limits.of((least, most))[:2]
@@ -128,7 +127,8 @@ def build_parser() -> Parser:
               "                         --bench | --probe | --plan] [options]",
         description="Runs a Qwen3.5 or Qwen3.6 model on NVIDIA cards or, without one, on an emulated card.",
         epilog=EXAMPLES, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("-m", "--model", metavar="MODEL", default=qengine.DEFAULT_MODEL,
+    parser.add_argument("--version", action="version", version=f"qengine {limits.VERSION}", help="say it and leave")
+    parser.add_argument("-m", "--model", metavar="MODEL", default=limits.DEFAULT_MODEL,
                         help="a GGUF file (of several the first), one of the Hugging Face Hub: hf:OWNER/NAME, and "
                              "behind it :Q4_K_M or :FILE, or random weights: synthetic:0.8b, synthetic:9b:q4_k, ... "
                              "(default: the small model that comes with qengine)")
@@ -174,8 +174,8 @@ def add_answer(parser: Parser):
                         help='variables of the chat template that a request does not set, for example '
                              '{"reasoning_effort": "low", "preserve_thinking": false}')
     answer.add_argument("--repetition-guard", choices=("on", "off"),
-                        help=f"end an answer once its last {REPEATED_TOKENS} tokens only repeat a text of at most "
-                             f"{LONGEST_PERIOD} tokens that is not in the prompt (default: on)")
+                        help=f"end an answer once its last {limits.REPEATED_TOKENS} tokens only repeat a text of "
+                             f"at most {limits.LONGEST_PERIOD} tokens that is not in the prompt (default: on)")
     answer.add_argument("--raw", action="store_true", help="continue the -p text as it stands")
 
 
@@ -189,7 +189,7 @@ def add_pictures(parser: Parser):
                                "model that reads text alone (default: of a model of the Hub the one beside it)")
     pictures.add_argument("--image-tokens", metavar="MIN,MAX", type=image_tokens,
                           help="the fewest and the most tokens that a picture is stretched to, each of 32 x 32 pixels "
-                               f"(default: {listed(Limits()[:2])})")
+                               f"(default: {listed(IMAGE_TOKENS)})")
 
 
 def add_comparison(parser: Parser):
@@ -280,10 +280,10 @@ def add_machine(parser: Parser):
                               "auto; --bench: none)")
     machine.add_argument("--ctx", metavar="N", type=within(int, 1, 2**31 - 1),
                          help="tokens a conversation may have, prompt and answer together "
-                              f"(default: {qengine.DEFAULT_CTX}, or the model's own where that is less)")
+                              f"(default: {limits.DEFAULT_CTX}, or the model's own where that is less)")
     machine.add_argument("--kv-tokens", metavar="N", type=within(int, 1, 2**31 - 1),
                          help="tokens of all conversations together, running ones and those kept for their "
-                              f"next turn (default: slots x ctx, and {KEPT_CONTEXTS} times as many where there "
+                              f"next turn (default: slots x ctx, and {limits.KEPT_CONTEXTS} times as many where there "
                               "is memory)")
     for where, default in ("", "a quarter of what is free"), ("host-", "an eighth of the machine's"):
         machine.add_argument(f"--checkpoint-{where}memory", metavar="MB", type=within(int, 0, 2**31 - 1),
@@ -328,7 +328,7 @@ def check_options(parser: Parser, options):
         parser.error("--split names the layers of each card: give --cards that number of cards alone")
     if options.split and (options.probe or options.print_config):
         parser.error("--split is for what loads a model, and for --plan")
-    if options.probe and options.model != qengine.DEFAULT_MODEL:
+    if options.probe and options.model != limits.DEFAULT_MODEL:
         parser.error("-m is not for --probe, which uses no model")
     if options.thinking and "enable_thinking" in (options.chat_template_kwargs or {}):
         parser.error("--thinking and 'enable_thinking' in --chat-template-kwargs say the same: give one of them")

@@ -1,6 +1,7 @@
 """Parts of the engine that the heart, qengine.py, uses and that know nothing of it: no file here imports qengine.
 
     request.py          a request and the answer on its way; the errors that leave an engine
+    limits.py           what users may choose, its limits and its defaults
     gguf.py             model files, checked before use
     hub.py              those of the Hugging Face Hub, by a name
     hyperparameters.py  what the metadata of a model file says
@@ -9,6 +10,7 @@
     tokenizer.py        text to token ids and back
     template.py         messages to a prompt
     talk.py             conversations with pictures, as the command line and notebooks hold them
+    look.py             hidden states, attention and logits of a text by name, and what changes if one is changed
     rendering.py        chat templates, run in a process of their own
     guard.py            which control tokens of a prompt are real
     sandbox.py          functions that run in a process of their own, with a limit of seconds and bytes

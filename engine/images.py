@@ -18,6 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from engine import picture_files
+from engine.limits import IMAGE_TOKENS
 from engine.patience import ENDLESS, Patience
 from engine.picture_files import BLOCK, PictureError
 from engine.request import DeadlineExceeded, EngineStopped, RequestError
@@ -35,8 +36,8 @@ class Limits(NamedTuple):
     """How many tokens pictures may take. The least is the published one. The published most is LARGEST, and a picture
     of so many tokens takes a card many times as long as four quarters of it; so 4,096 are the default."""
 
-    min_tokens: int = 64        # of a picture: smaller ones are enlarged
-    max_tokens: int = 4096      # of a picture: larger ones are made smaller
+    min_tokens: int = IMAGE_TOKENS[0]           # of a picture: smaller ones are enlarged
+    max_tokens: int = IMAGE_TOKENS[1]           # of a picture: larger ones are made smaller
     most_tokens: int = LARGEST  # of all pictures of a request together
     most_pictures: int = 64     # of a request
 

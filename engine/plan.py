@@ -21,16 +21,17 @@ from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from engine.host_memory import free_memory, machine_bytes
+from engine.limits import KEPT_CONTEXTS, MOST_DRAFTS
 from engine.prefix import PAGE_TOKENS, pages_for
 from engine.request import RequestError
-from engine.speculate import LARGEST_CHECK, MOST_DRAFTS
+from engine.speculate import LARGEST_CHECK
 from kernels import probe, q8_gemm
 from kernels.card import OutOfMemory, PlannedCard, show_bytes
 from kernels.emulated.cards import CARDS
 from kernels.formats import FORMATS
 from kernels.ngram import END_BITS
-from kernels.products import WISHES, Products
-from kernels.records import CHECK_ROWS
+from kernels.limits import CHECK_ROWS, WISHES
+from kernels.products import Products
 
 PEAK_SHARE = 0.75           # plans assume that products reach this share of a card's peak
 ATTENTION_SHARE = 0.32      # share of the half2 peak that attention of prompts reaches (benchmarks/results.md)
@@ -353,7 +354,6 @@ def schedule(passes: list, hops: list) -> Schedule:
 # ---- sizes of the caches ---------------------------------------------------------------------------------------
 
 LEAST_CHECKPOINTS = 2           # on the card, however little memory there is
-KEPT_CONTEXTS = 4               # contexts per slot that get pages, if memory suffices: the running one and earlier ones
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,8 @@
 
 import numpy as np
 
-LONGEST_PERIOD = 64         # tokens; a longer text that comes again and again is not noticed
-REPEATED_TOKENS = 512       # an answer that ends with so many tokens of repetitions of one period is ended
+from engine.limits import LONGEST_PERIOD, REPEATED_TOKENS
+
 WITHIN = bytes(range(0x80, 0xC0))       # the bytes of a letter in UTF-8 after its first one
 PERIODS = np.arange(1, LONGEST_PERIOD + 1)
 

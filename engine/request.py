@@ -17,9 +17,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+from engine.limits import MOST_DRAFTS, SAMPLING
 from engine.patience import too_late
 from engine.repetition import RepetitionGuard
-from engine.speculate import MOST_DRAFTS, Drafts
+from engine.speculate import Drafts
 from kernels.logprobs import REPORT, TOP, unpack_report
 
 
@@ -70,20 +71,6 @@ class Fault(NamedTuple):
 
 STOPS, STOP_LETTERS = 64, 1024      # the most stop strings of a request, and the most letters of each
 GRAMMAR_LETTERS = 1 << 18   # the most letters of a grammar
-
-# The numbers by which a request controls sampling: type, lowest, highest, meaning (for --help).
-SAMPLING = {
-    "max_tokens": (int, 1, 2**31 - 1, "longest answer, in tokens (default: what the context holds)"),
-    "temperature": (float, 0, 2, "0 takes the likeliest token, more is more varied (default: 0, --serve: 1)"),
-    "top_k": (int, 0, 2**31 - 1, "choose among the K likeliest tokens (0: all)"),
-    "top_p": (float, 0, 1, "choose among the likeliest tokens that together reach this probability (1: all)"),
-    "min_p": (float, 0, 1, "leave out tokens less likely than this share of the likeliest one (0: none)"),
-    "seed": (int, 0, 2**64 - 1, "the same seed and prompt give the same answer"),
-    "repetition_penalty": (float, 0.01, 10, "divide the logits of tokens seen in prompt or answer by this (1: off)"),
-    "frequency_penalty": (float, -2, 2, "take this from a token's logit for each time that the answer has it (0: off)"),
-    "presence_penalty": (float, -2, 2, "take this from the logits of tokens that the answer has (0: off)"),
-    "thinking_budget": (int, 0, 2**31 - 1, "most tokens of thoughts; the model then has to answer (default: no limit)"),
-}
 
 
 def is_within(kind: type, value, low, high) -> bool:

@@ -21,9 +21,8 @@ import itertools
 import logging
 import operator
 
-from kernels.records import CHECK_ROWS
+from engine.limits import MOST_DRAFTS
 
-MOST_DRAFTS = CHECK_ROWS - 1        # of an answer in a check
 LARGEST_CHECK = 64          # most rows of a check, of all its answers together
 RETRY_TOKENS = 64           # after so many tokens a check is tried that is wider than what seems best
 RECENT = 1 / 16             # weight of a check in the chances of an answer

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from engine.gguf import GGUF
 from engine.guard import GUARD, ControlTokens, unmarked
+from engine.limits import OWN_NAMES
 from engine.patience import Patience
 from engine.request import DeadlineExceeded, EngineStopped, ModelError, RequestError
 from engine.sandbox import Closed, Failed, LimitExceeded, OutOfPatience, Sandbox
@@ -52,10 +53,6 @@ SYNTHETIC_TEMPLATE = """\
 # OpenAI's words for how much a model is to think, from not at all to without a limit.
 EFFORTS = "none", "minimal", "low", "medium", "high", "xhigh", "max"
 EFFORT = "reasoning_effort"         # the variable in which templates take such a word
-
-# What a template is given by the engine itself.
-OWN_NAMES = {"messages", "tools", "add_generation_prompt", "enable_thinking", "bos_token", "eos_token",
-             "raise_exception", "strftime_now"}
 
 
 class ChatTemplate:

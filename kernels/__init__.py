@@ -32,6 +32,7 @@ which a token meets them:
     formats/                            types of weights, on disk and on a card
     upload.py, finite.py, synthetic.py  loading: bytes of a file, a check for NaN, random weights
     operands.py, records.py             what kernels take
+    limits.py                           what users may choose of them
 
 The machinery under them:
 

@@ -41,7 +41,6 @@ from kernels.compile import CompileError
 from kernels.formats import FORMATS
 from kernels.operands import Matrix, Quantized
 
-WISHES = "auto", "dp4a", "tensor"
 N, K, ROWS = 4096, 4096, 2048                            # of the product that is measured
 TURNS, AHEAD = 8, 6                                      # of each kernel; launches before each that is timed
 COMPARED = 64                                            # rows at each end of the product whose bits are compared

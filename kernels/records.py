@@ -5,8 +5,8 @@ from typing import NamedTuple
 import numpy as np
 
 from kernels.card import Array, Card
+from kernels.limits import CHECK_ROWS
 
-CHECK_ROWS = 8          # most rows of an answer in a decode step: its latest token and up to 7 drafts
 HEAD = 128              # elements of a head of a linear-attention layer
 VECTORS = 5             # in the record of a row and head
 LISTED = 1024           # entries of a slot's list of tokens (kernels/draft_list.py)

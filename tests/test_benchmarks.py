@@ -1,12 +1,16 @@
 """Scripts of benchmarks/ run, and count what they say."""
 
+import importlib
 import os
+import sys
+from pathlib import Path
 
 import pytest
 
 import qengine
 from benchmarks import emulated, expert_file
 from cli.bench import Bench
+from cli.ending import ended
 from engine import plan
 from engine.request import RequestError
 from kernels.emulated.card import EmulatedCard
@@ -51,3 +55,20 @@ def test_weights_of_a_step():
         assert sum(array.nbytes for array in arrays) == whole + bench.work().expert_bytes_read(1)
         assert (bench.work().expert_bytes > 0) == (engine.config.n_experts > 0)
         engine.close()
+
+
+PROGRAMS = [file for file in Path(emulated.__file__).parent.glob("*.py") if "__main__" in file.read_text()]
+
+
+@pytest.mark.parametrize("file", PROGRAMS, ids=lambda file: file.stem)
+def test_every_program_ends_in_a_sentence(file):
+    """By cli/ending.py, whose sentences the next test reads."""
+    assert "run_program(main" in file.read_text().rpartition("__main__")[2]
+
+
+@pytest.mark.parametrize("name", ["constraints", "embeddings", "engine", "fairness", "soak"])
+def test_a_model_that_is_not_there_is_one_sentence(capsys, monkeypatch, name):
+    monkeypatch.setattr(sys, "argv", [name, "/nowhere/model.gguf"])
+    assert ended(importlib.import_module(f"benchmarks.{name}").main) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith("qengine: /nowhere/model.gguf: ") and err.count("\n") == 1

@@ -22,6 +22,7 @@ from cli import interrupts
 from cli import serve as server
 from cli.main import main
 from cli.options import EXAMPLES, build_parser
+from engine import limits
 from engine.plan import LONGEST_CTX
 from engine.request import Delta, EngineStopped, Generation
 from tests.tiny import CONTEXT, MODEL, ROOT, tiny_engine
@@ -88,6 +89,28 @@ def test_help(capsys):
         assert f" -{option} " in out
     assert out.startswith("usage: python qengine.py [-m MODEL] ") and out.count("  python qengine.py") == 11
     assert max(map(len, out.splitlines())) <= 110
+
+
+HELPLESS = """
+import runpy, sys
+sys.argv = ["qengine.py", {option!r}]
+try:
+    runpy.run_path({path!r}, run_name="__main__")
+except SystemExit:
+    print([name for name in ("numba", "numpy", "PIL", "jinja2", "tqdm", "flask") if name in sys.modules])
+"""
+
+
+@pytest.mark.parametrize("option", ["--help", "--version"])
+def test_help_is_there_at_once(option):
+    """It waits for no library; numba alone takes a second to import."""
+    code = HELPLESS.format(option=option, path=str(ROOT / "qengine.py"))
+    told = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE)
+    assert told.stdout.splitlines()[-1] == "[]" and told.stderr == ""
+
+
+def test_version(capsys):
+    assert run(capsys, "--version") == (0, f"qengine {limits.VERSION}\n", "")
 
 
 def test_examples_in_the_help_parse():
@@ -204,7 +227,8 @@ def test_no_arguments_at_a_terminal_are_a_chat():
 
 @pytest.mark.parametrize("arguments", [["-p", "hi"], ["--serve", "0"], ["--print-config"]], ids=str)
 def test_the_model_that_comes_along_is_missing(capsys, monkeypatch, tmp_path, arguments):
-    monkeypatch.setattr(qengine, "DEFAULT_MODEL", tmp_path / "small.gguf")
+    for module in qengine, limits:
+        monkeypatch.setattr(module, "DEFAULT_MODEL", tmp_path / "small.gguf")
     code, out, err = run(capsys, *arguments)
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert err.startswith("qengine: ") and "small.gguf: the model that comes with qengine is not there" in err

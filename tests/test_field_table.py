@@ -13,7 +13,7 @@ from openai.types.responses import response_create_params as responses
 
 from api.field_table import (CHAT, EMBEDDINGS, FIELDS, MESSAGES, OBEYED, REFUSED, RERANK, RESPONSES, TEXT,
                              WITHOUT_EFFECT, fields_of, page)
-from engine.request import SAMPLING
+from engine.limits import SAMPLING
 from engine.template import ChatTemplate
 from tests.clients import app_of
 from tests.scripted import ScriptedEngine, ScriptedPooling

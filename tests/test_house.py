@@ -189,7 +189,7 @@ def test_the_heart_hands_over_to_the_command_line_alone(house):
     assert not any("cli" in ast.unparse(node) for i, node in enumerate(body)
                    if i != first and isinstance(node, ast.Import | ast.ImportFrom))
     assert [ast.unparse(node) for node in body[:first] if not isinstance(node, ast.Expr)] == [
-        "import os", "import signal", "import sys"]
+        "import sys"]
 
 
 def test_a_card_knows_no_operation(house):

@@ -16,8 +16,8 @@ MODELS = "synthetic:tiny", "synthetic:qwen3-tiny", "synthetic:tiny-moe"
 
 
 def load(model="synthetic:tiny", cards=1, **options):
-    return qengine.load(model, card=[EmulatedCard(i, memory_bytes=256 << 20) for i in range(cards)], ctx=256, chunk=64, progress=False,
-                        draft="off", **options)
+    cards = [EmulatedCard(number, memory_bytes=256 << 20) for number in range(cards)]
+    return qengine.load(model, card=cards, ctx=256, chunk=64, progress=False, draft="off", **options)
 
 
 @pytest.fixture(scope="module", params=MODELS)

@@ -13,7 +13,7 @@ from llguidance import LLMatcher
 
 import qengine
 from api.log import finish_of
-from cli import chat, main
+from cli import chat, main, tasks
 from engine.repetition import LONGEST_PERIOD, REPEATED_TOKENS, RepetitionGuard
 from engine.request import Request
 from engine.tokenizer import ByteTokenizer
@@ -245,7 +245,7 @@ def test_the_log_and_the_metrics_say_it(caplog):
 
 def test_the_command_line_has_it(monkeypatch, capsys):
     answers = []
-    monkeypatch.setattr(main, "run_prompt", lambda model, options, sampling, thinking: answers.append(sampling))
+    monkeypatch.setattr(tasks, "run_prompt", lambda model, options, sampling, thinking: answers.append(sampling))
     for options in [], ["--repetition-guard", "off"]:
         main.main(["-p", "hi", *options])
     assert [sampling["repetition_guard"] for sampling in answers] == [True, False]

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 import qengine
-from cli.main import run
 from cli.options import build_parser
+from cli.tasks import run
 from kernels import trace as trace_module
 from kernels.card import CardError
 from kernels.emulated.card import EmulatedCard
