@@ -1410,7 +1410,7 @@ class Pipeline:
         for stage in self.stages:
             worker, needed = stage.worker, stage.worker.ask(stage.needed_kernels).result()
             with tqdm.tqdm(desc="compiling kernels", total=len(needed), unit="kernel", leave=False,
-                           disable=not progress) as bar:
+                           disable=not progress or None) as bar:
                 stage.card.compile_kernels(needed, lambda name: (bar.set_postfix_str(name), bar.update()))
             for kernel in needed:
                 worker.ask(stage.card.load_kernel, *kernel).result()
@@ -2355,7 +2355,7 @@ def load_stages(opened: OpenModel, planner: Planner, progress: bool) -> list[Sta
     for worker in workers:
         worker.on_fault = fail
     with tqdm.tqdm(desc="loading layers", total=opened.config.n_layers, unit="layer", leave=False,
-                   disable=not progress) as bar:
+                   disable=not progress or None) as bar:
         loading = [worker.post(load_stage, worker, layers) for worker, layers in zip(workers, plan.layers)]
         try:
             return [task.result() for task in loading]

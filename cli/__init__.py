@@ -7,6 +7,7 @@
     engines.py      what the options ask of the engines, and the files that they name
     interrupts.py   Ctrl-C
     chat.py         one answer, or a conversation, on the terminal
+    terminal.py     line editing and its history, wrapped words, thoughts that look like ones
     serve.py        the server
     perplexity.py   how well a model predicts a text
     bench.py        how fast a model runs

@@ -1,10 +1,15 @@
 """One answer, or a conversation, on the terminal. Answers go to stdout, all else to stderr."""
 
 import contextlib
+import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import qengine
+from api.chat import boundaries, check_budget
+from api.reply import opening_of
 from engine.images import PAD, Picture, Reader, prompt_fields
 from engine.request import ModelError, Request, RequestError
 from engine.sight import BLIND, limits_for
@@ -13,43 +18,54 @@ from engine.tokenizer import encode_prompt
 
 from .engines import Wishes, load_engine, traced
 from .interrupts import interruptible
+from .terminal import answer_writer, line_editing
 
 
-def print_answer(engine, request: Request) -> tuple[str, bool]:
-    """Generates and prints text as it comes, then the speed; returns (text, was it stopped by Ctrl-C?)."""
-    generation = engine.submit(request)
+def print_answer(engine, request: Request, opening: str = "content") -> tuple[str, bool]:
+    """Generates and prints text as it comes, then the speed; returns (text, was it stopped by Ctrl-C?). opening: how
+    the answer begins, see api/reply.py."""
+    generation, writer = engine.submit(request), answer_writer(engine.tokenizer, opening)
     pieces, interrupted = [], False
     try:
         for delta in generation:
             pieces.append(delta.text)
-            print(delta.text, end="", flush=True)
+            writer.push(delta)
     except KeyboardInterrupt:
         interrupted = True
     finally:
         generation.cancel()
-        print()
-    if pieces:      # the prompt gives the first token, so the answer's speed is that of the other tokens
-        n_prompt, times = generation.n_prompt, generation.token_times
-        speeds = [f"prompt {n_prompt} tokens, {n_prompt / (times[0] - generation.started):.1f} tokens/s",
-                  f"answer {len(times)} tokens"]
-        if len(times) > 1:
-            speeds[1] += f", {(len(times) - 1) / (times[-1] - times[0]):.1f} tokens/s"
-        if (drafts := generation.drafts).share is not None:
-            speeds[1] += f", {100 * drafts.share:.0f} % of {sum(drafts.n_checked)} drafts accepted"
-        if generation.cause == "repetition":
-            speeds.append("cut because it repeated itself")
-        qengine.note("; ".join(speeds))
+        writer.end()
+    if pieces:
+        qengine.note(speeds_of(generation))
     return "".join(pieces), interrupted
 
 
-def with_bounds(sampling: dict, model, prompt: str, thinking: bool | None) -> dict:
-    """`sampling` and, where it limits thoughts, how the answer to this prompt shows their end. model: an OpenModel or
-    an Engine."""
+def speeds_of(generation) -> str:
+    """Tokens and speeds of an answer that has at least one token. The prompt gives the first token, so the answer's
+    speed is that of the other tokens; and the prompt's speed is that of the tokens that were not cached."""
+    n_computed, times = generation.n_prompt - generation.n_cached, generation.token_times
+    cached = f" ({generation.n_cached} cached)" if generation.n_cached else ""
+    said = [f"prompt {generation.n_prompt} tokens{cached}, {n_computed / (times[0] - generation.started):.1f} tokens/s",
+            f"answer {len(times)} tokens"]
+    if len(times) > 1:
+        said[1] += f", {(len(times) - 1) / (times[-1] - times[0]):.1f} tokens/s"
+    if (drafts := generation.drafts).share is not None:
+        said[1] += f", {100 * drafts.share:.0f} % of {sum(drafts.n_checked)} drafts accepted"
+    if generation.cause == "repetition":
+        said.append("cut because it repeated itself")
+    return "; ".join(said)
+
+
+def opening_for(model, prompt: str, thinking: bool | None) -> str:
+    """How the answer to a prompt of the model's chat template begins. model: an OpenModel or an Engine."""
+    return opening_of(prompt, model.template.source, thinking)
+
+
+def with_bounds(sampling: dict, model, opening: str) -> dict:
+    """`sampling` and, where it limits thoughts, how an answer that begins so shows their end. model: an OpenModel or an
+    Engine."""
     if "thinking_budget" not in sampling:
         return sampling
-    from api.chat import boundaries, check_budget   # here: imports that nothing else needs
-    from api.reply import opening_of
-    opening = opening_of(prompt, model.template.source, thinking)
     bounds = boundaries(model.tokenizer.tags, opening)
     check_budget("--thinking-budget", opening, bounds)
     return sampling | bounds
@@ -73,21 +89,33 @@ def check_text(text: str):
 
 def run_prompt(model: qengine.OpenModel, options, sampling: dict, wishes: Wishes) -> int:
     """Answers one text; returns the exit code. A text that cannot be answered is refused before the model is loaded."""
-    check_text(text := options.prompt)
-    n_ctx = model.n_ctx(options.ctx)
+    check_text(text := piped_text() if options.prompt == "-" else options.prompt)
+    n_ctx, opening = model.n_ctx(options.ctx), "content"
     wishes.check(model)
     limits = limits_for(options.image_tokens, n_ctx)
     with contextlib.closing(Reader(limits, model.tokenizer.control.get(PAD))) as eyes:
         messages = [message_of(text, [read_picture(path, eyes) for path in options.image])]
     if model.template is not None and not options.raw:
-        text = wishes.render(model, messages)
-        sampling = with_bounds(sampling, model, text, wishes.thinking)
+        text = wishes.render(model, with_system(options.system, messages))
+        opening = opening_for(model, text, wishes.thinking)
+        sampling = with_bounds(sampling, model, opening)
     ids = encode_prompt(model.tokenizer, text, n_ctx)
     request = Request(**prompt_fields(ids, pictures_in(messages), eyes), **sampling)
     request.check(model.config.n_vocab, n_ctx)
     with contextlib.closing(load_engine(model, options)) as engine, traced(engine, options):
-        _, interrupted = print_answer(engine, request)
+        _, interrupted = print_answer(engine, request, opening)
     return 130 if interrupted else 0
+
+
+def piped_text() -> str:
+    """All of stdin. The line break at its end is the shell's."""
+    sys.stdin.reconfigure(errors="surrogateescape")     # bytes that are no text are refused, in a sentence
+    return sys.stdin.read().removesuffix("\n")
+
+
+def with_system(system: str | None, messages: list[dict]) -> list[dict]:
+    """Messages behind the system's, if there is one."""
+    return ([{"role": "system", "content": system}] if system else []) + messages
 
 
 def read_picture(path: str, eyes: Reader) -> Picture:
@@ -109,67 +137,142 @@ def run_chat(model: qengine.OpenModel, options, sampling: dict, wishes: Wishes) 
     if model.template is None:
         raise ModelError("this model has no chat template: use -p TEXT --raw")
     wishes.check(model)
-    with contextlib.closing(load_engine(model, options)) as engine, traced(engine, options):
-        return chat(engine, sampling, wishes)
+    check_text(options.system or "")
+    with contextlib.closing(load_engine(model, options)) as engine, traced(engine, options), line_editing() as ask:
+        return Chat(engine, sampling, wishes, options.system).run(ask)
 
 
-def chat(engine, sampling: dict, wishes: Wishes) -> int:
-    """The conversation itself; Ctrl-C ends the answer that is being written and nothing else."""
-    sys.stdin.reconfigure(errors="surrogateescape")     # bytes that are no text are refused below, in a sentence
-    if sys.stdin.isatty():
-        try:
-            import readline  # noqa: F401  gives input() line editing; not on every system
-        except ImportError:
-            pass
-        pictures = ", /image FILE shows a picture with the next message" if engine.eyes else ""
-        qengine.note(f"Ctrl-C stops an answer, Ctrl-D leaves{pictures}.")
-    messages, waiting = [], []
-    while True:
-        interruptible()
-        try:
-            text = input("> " if sys.stdin.isatty() else "")
-        except EOFError:
-            return 0
-        except KeyboardInterrupt:               # it was meant for the answer, which ended just before
-            if not sys.stdin.isatty():
-                raise
-            qengine.note("\nCtrl-D leaves.")
-            continue
-        if not text.strip():
-            continue
-        command, _, path = text.strip().partition(" ")
-        if command == "/image":
-            with contextlib.suppress(KeyboardInterrupt):        # while the picture is read
-                waiting += picture_for_next(path.strip(), engine)
-            continue
-        messages.append(message_of(text, waiting))
-        waiting = []
+class Chat:
+    """A conversation; Ctrl-C ends the answer that is being written and nothing else.
+
+    messages: without the system's. waiting: pictures for the next message.
+    """
+
+    def __init__(self, engine, sampling: dict, wishes: Wishes, system: str | None = None):
+        self.engine, self.sampling, self.wishes, self.system = engine, sampling, wishes, system
+        self.messages, self.waiting = [], []
+
+    def run(self, ask) -> int:
+        """Answers each message of ask(prompt), until EOFError; returns the exit code."""
+        sys.stdin.reconfigure(errors="surrogateescape")     # bytes that are no text are refused below, in a sentence
+        is_typed = sys.stdin.isatty()
+        if is_typed:
+            picture = ", /image FILE shows a picture with the next message" if self.engine.eyes else ""
+            qengine.note(f"Ctrl-C stops an answer, Ctrl-D leaves, /help lists commands{picture}.")
+        while True:
+            interruptible()
+            try:
+                text = ask("> " if is_typed else "")
+            except EOFError:
+                return 0
+            except KeyboardInterrupt:               # it was meant for the answer, which ended just before
+                if not is_typed:
+                    raise
+                qengine.note("\nCtrl-D leaves.")
+                continue
+            if not text.strip():
+                continue
+            name, _, argument = text.rstrip().partition(" ")
+            if not COMMAND.fullmatch(name):
+                self.answer(text)
+            elif name == "/exit":
+                return 0
+            else:
+                with contextlib.suppress(KeyboardInterrupt):        # while a picture is read
+                    self.obey(name, argument.strip())
+
+    def answer(self, text: str):
+        """Answers a message, which becomes a part of the conversation unless that fails."""
+        engine, said = self.engine, message_of(text, self.waiting)
+        self.waiting = []
+        messages = with_system(self.system, [*self.messages, said])
         try:
             check_text(text)
-            prompt = wishes.render(engine, messages)
-            bounded = with_bounds(sampling, engine, prompt, wishes.thinking)
-            request = Request(**prompt_fields(engine.encode(prompt), pictures_in(messages), engine.eyes), **bounded)
-            answer, _ = print_answer(engine, request)
+            prompt = self.wishes.render(engine, messages)
+            opening = opening_for(engine, prompt, self.wishes.thinking)
+            sampling = with_bounds(self.sampling, engine, opening)
+            request = Request(**prompt_fields(engine.encode(prompt), pictures_in(messages), engine.eyes), **sampling)
+            answer, _ = print_answer(engine, request, opening)
         except RequestError as error:           # for example, the conversation has outgrown the context
             qengine.note(f"qengine: {error}")
-            messages.pop()
         except KeyboardInterrupt:               # before the answer began
-            messages.pop()
+            pass
         else:
-            messages.append(remembered(answer))
+            self.messages += said, remembered(answer)
+
+    # ---- commands ----
+
+    def obey(self, name: str, argument: str):
+        """Does what a command says; a sentence tells where that cannot be done."""
+        try:
+            if name not in COMMANDS:
+                raise RequestError("command", f"there is no {name}: /help lists the commands; a message may begin with "
+                                              "a space")
+            COMMANDS[name].work(self, argument)
+        except (RequestError, OSError) as error:
+            qengine.note(f"qengine: {error}")
+
+    def help(self, _):
+        width = max(len(f"{name} {command.argument}") for name, command in COMMANDS.items())
+        for name, command in COMMANDS.items():
+            qengine.note(f"  {f'{name} {command.argument}':<{width}}   {command.meaning}")
+
+    def set_system(self, text: str):
+        if text:
+            check_text(text)
+            self.system = text
+        qengine.note(f"system: {self.system}" if self.system else "There is no system message.")
+
+    def clear(self, _):
+        self.messages, self.waiting = [], []
+        qengine.note("A new conversation.")
+
+    def save(self, path: str):
+        path = Path(unquoted(path, "/save")).expanduser()
+        with open(path, "x", encoding="utf-8", errors="replace") as file:       # an existing file stays as it is
+            file.write(transcript(with_system(self.system, self.messages)))
+        qengine.note(f"saved: {path}, {len(self.messages)} messages")
+
+    def show_picture(self, path: str):
+        if self.engine.eyes is None:
+            raise RequestError("image", f"/image: {BLIND}")
+        self.waiting.append(read_picture(unquoted(path, "/image"), self.engine.eyes))
 
 
-def picture_for_next(path: str, engine) -> list[Picture]:
-    """The picture of /image, in a list; nothing, and a sentence for the user, where there is none. path: as a terminal
-    writes it for a file that is dropped there, maybe between quotes."""
+class Command(NamedTuple):
+    argument: str           # as the help names it
+    meaning: str
+    work: Callable          # work(chat, argument)
+
+
+COMMAND = re.compile("/[a-z]+")
+COMMANDS = {"/help": Command("", "list the commands", Chat.help),
+            "/system": Command("TEXT", "set the system message, or show it", Chat.set_system),
+            "/image": Command("FILE", "show a picture with the next message", Chat.show_picture),
+            "/clear": Command("", "begin a new conversation; the system message stays", Chat.clear),
+            "/save": Command("FILE", "write the conversation into a new file, as Markdown", Chat.save),
+            "/exit": Command("", "leave, as Ctrl-D does", None)}
+
+
+def unquoted(path: str, command: str) -> str:
+    """The file that a command names, as a terminal writes it for a file that is dropped there, maybe between quotes.
+    Raises RequestError."""
     if path[:1] in ("'", '"') and path[-1:] == path[:1]:
         path = path[1:-1]
-    try:
-        if engine.eyes is None:
-            raise RequestError("image", f"/image: {BLIND}")
-        if not path:
-            raise RequestError("image", "/image needs the name of a file")
-        return [read_picture(path, engine.eyes)]
-    except RequestError as error:
-        qengine.note(f"qengine: {error}")
-        return []
+    if not path:
+        raise RequestError("file", f"{command} needs the name of a file")
+    return path
+
+
+def transcript(messages: list[dict]) -> str:
+    """A conversation as Markdown. Thoughts are quoted; of a picture its size is told."""
+    said = []
+    for message in messages:
+        said.append(f"## {message['role']}")
+        if thoughts := message.get("reasoning_content"):
+            said.append("\n".join(f"> {line}".rstrip() for line in thoughts.splitlines()))
+        parts = message["content"]
+        for part in parts if isinstance(parts, list) else [{"text": parts}]:
+            picture = part.get("picture")
+            said.append("[picture: {1} x {0} pixels]".format(*picture.pixels.shape) if picture else part["text"])
+    return "\n\n".join(said) + "\n"

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,6 +12,8 @@ from engine.pooling import PoolingEngine
 from engine.request import RequestError
 from engine.text_engine import wrong_kind
 from kernels.trace import LEFT_OUT, tracing
+
+SHOWN_KERNELS = 8           # that the sentence about a trace names
 
 
 @dataclass(frozen=True)
@@ -126,6 +129,13 @@ def traced(engine: "qengine.Engine", options):
             yield
     finally:
         trace.write(options.trace)
+        qengine.note(f"trace: {options.trace}, {len(trace.spans):,} bars; open it in ui.perfetto.dev or "
+                     "chrome://tracing")
+        if steps := trace.replayed():
+            kernels = sum(steps, Counter())
+            named = ", ".join(f"{n:,} {name}" for name, n in kernels.most_common(SHOWN_KERNELS))
+            qengine.note(f"decode steps: {len(steps):,} replays ran {kernels.total():,} operations: {named}"
+                         + ", ..." * (len(kernels) > SHOWN_KERNELS))
         if LEFT_OUT in trace.facts:
             qengine.note(f"qengine: {options.trace} lacks {trace.facts[LEFT_OUT]}")
 

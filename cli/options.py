@@ -48,6 +48,7 @@ GOES_WITH = {"raw": ["prompt"], "slots": ["serve", "plan", "print_config"], "kv_
              "draft": ["prompt", "chat", "serve", "bench", "plan"], "image": ["prompt"],
              **dict.fromkeys(["mmproj", "image_tokens"], ["image", "chat", "serve", "plan"]),
              "products": ["prompt", "chat", "serve", "perplexity", "bench", "plan"],
+             "system": ["prompt", "chat"],
              **dict.fromkeys([*SAMPLING, "thinking", "chat_template_kwargs", "repetition_guard"],
                              ["prompt", "chat", "serve"])}
 
@@ -140,9 +141,10 @@ def build_parser() -> Parser:
 def add_tasks(parser: Parser):
     what = parser.add_argument_group("what to do (one of these; at a terminal a chat, if none is named)")
     what = what.add_mutually_exclusive_group()
-    what.add_argument("-p", "--prompt", metavar="TEXT", help="answer this text and leave")
+    what.add_argument("-p", "--prompt", metavar="TEXT", help="answer this text and leave; - reads it from stdin")
     what.add_argument("--chat", action="store_true",
-                      help="a conversation in the terminal (Ctrl-C stops an answer, Ctrl-D leaves)")
+                      help="a conversation in the terminal (Ctrl-C stops an answer, Ctrl-D leaves, /help "
+                           "lists commands)")
     what.add_argument("--serve", metavar="PORT", nargs="?", type=within(int, 0, 65535), const=8080,
                       help="an OpenAI-compatible HTTP server (default port: 8080)")
     what.add_argument("--perplexity", metavar="FILE",
@@ -168,6 +170,7 @@ def add_answer(parser: Parser):
     for name, (kind, low, high, meaning) in SAMPLING.items():
         answer.add_argument("--" + name.replace("_", "-"), metavar="N" if kind is int else "X",
                             type=within(kind, low, high), help=meaning)
+    answer.add_argument("--system", metavar="TEXT", help="the system message of a chat template")
     answer.add_argument("--thinking", choices=("on", "off"),
                         help="let the model reason before it answers (default: as its chat template says)")
     answer.add_argument("--chat-template-kwargs", metavar="JSON", type=template_variables,
@@ -332,7 +335,7 @@ def check_options(parser: Parser, options):
         parser.error("-m is not for --probe, which uses no model")
     if options.thinking and "enable_thinking" in (options.chat_template_kwargs or {}):
         parser.error("--thinking and 'enable_thinking' in --chat-template-kwargs say the same: give one of them")
-    for name in "thinking", "thinking_budget", "chat_template_kwargs", "image":
+    for name in "system", "thinking", "thinking_budget", "chat_template_kwargs", "image":
         if options.raw and name in names:
             parser.error(f"{option_name(name)} is for chat templates, and --raw uses none")
     if bool(options.tls_cert) != bool(options.tls_key):

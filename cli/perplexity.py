@@ -70,7 +70,7 @@ def measure_perplexity(engine: qengine.Engine, ids: list[int], against: qengine.
     engines = [engine] if against is None else [engine, against]
     n_ctx, found = min(each.n_ctx for each in engines), []
     last = len(ids) - 1
-    with tqdm.tqdm(desc="perplexity", total=last, unit="token", leave=False, disable=not progress) as bar:
+    with tqdm.tqdm(desc="perplexity", total=last, unit="token", leave=False, disable=not progress or None) as bar:
         for start in range(0, last, n_ctx):
             window, at = ids[start:min(start + n_ctx, last)], start + 1
             for logits, *other in zip(*(each.logit_rows(window) for each in engines), strict=True):

@@ -71,6 +71,10 @@ class Trace:
     def write(self, path):
         Path(path).write_text(json.dumps(self.to_dict()) + "\n", encoding="utf-8")
 
+    def replayed(self):
+        """The operations of each replay, a list of Counter. Decode steps are replays."""
+        return [Counter(span.facts["kernels"]) for span in self.spans if span.kind == "replay"]
+
     def to_dict(self):
         """The trace in the form that viewers read. Time 0 is the start of the first span."""
         first = min((span.start for span in self.spans), default=0.0)

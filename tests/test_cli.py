@@ -85,7 +85,7 @@ def test_help(capsys):
                    "-thinking", "-raw", "-card", "-ctx", "-slots", "-host", "-perplexity", "-against", "-bench",
                    "-probe", "-plan", "-split", "-prompt-lengths", "-contexts", "-repeats", "-batch", "-json",
                    "-embedding-model", "-embedding-card", "-reranking-model", "-reranking-card", "-image", "-mmproj",
-                   "-image-tokens"):
+                   "-image-tokens", "-system", "-version"):
         assert f" -{option} " in out
     assert out.startswith("usage: python qengine.py [-m MODEL] ") and out.count("  python qengine.py") == 11
     assert max(map(len, out.splitlines())) <= 110

@@ -1,0 +1,203 @@
+"""What a terminal adds to a conversation: line editing with a history, wrapped words, and thoughts that look like ones.
+
+Answers that go to a file or a pipe are the model's own text, letter by letter.
+"""
+
+import contextlib
+import json
+import os
+import sys
+import unicodedata
+from pathlib import Path
+
+from api.reply import Reply, Thought
+
+HISTORY = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "qengine" / "history"
+KEPT_LINES = 1000           # of the history
+FEWEST_COLUMNS = 20         # a terminal that says it has fewer is not believed
+DIM, BOLD, PLAIN = "\x1b[2m", "\x1b[1m", "\x1b[0m"
+FENCE = "```"               # begins and ends a block of code
+
+
+# ---- what the terminal is like -----------------------------------------------------------------------------
+
+
+def has_colours(stream) -> bool:
+    """Whether a stream goes to a terminal that knows colours, as its entry in terminfo says."""
+    if not stream.isatty():
+        return False
+    try:
+        import curses               # not on every system
+        curses.setupterm(fd=stream.fileno())
+        return curses.tigetnum("colors") >= 8
+    except Exception:               # curses.error, which exists only where curses does
+        return False
+
+
+def columns_of(stream) -> int:
+    try:
+        return max(os.get_terminal_size(stream.fileno()).columns, FEWEST_COLUMNS)
+    except OSError:
+        return 80
+
+
+def is_dialogue() -> bool:
+    """Whether a person types and reads here."""
+    return sys.stdin.isatty() and sys.stdout.isatty()
+
+
+# ---- lines that a person types -----------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def line_editing(path: Path = HISTORY):
+    """While the `with` body runs, `ask` edits lines, and remembers those of earlier starts. Yields `ask(prompt)`, which
+    returns a message: a line, or several lines that were pasted together. Raises EOFError at the end."""
+    try:
+        import readline             # not on every system
+    except ImportError:
+        readline = None
+    if not is_dialogue() or readline is None:
+        yield input
+        return
+    readline.parse_and_bind("set enable-bracketed-paste on")    # then line breaks of pasted text end no line
+    readline.set_auto_history(False)
+    for line in read_history(path):
+        readline.add_history(line)
+    mark = [f"\x01{code}\x02" if has_colours(sys.stdout) else "" for code in (BOLD, PLAIN)]     # \1 .. \2: no width
+
+    def ask(prompt):
+        text = input(prompt.join(mark))
+        if text.strip():
+            readline.add_history(text)
+            append_history(path, text)
+        return text
+
+    yield ask
+
+
+def read_history(path: Path) -> list[str]:
+    """The last messages that were typed, the latest last. The file has a JSON text in each line, since a message may
+    have several lines."""
+    with contextlib.suppress(OSError, ValueError):
+        lines = path.read_text(encoding="utf-8").splitlines()[-KEPT_LINES:]
+        return [text for text in map(json.loads, lines) if isinstance(text, str)]
+    return []
+
+
+def append_history(path: Path, text: str):
+    """Adds a message. A folder that cannot be written costs the history and nothing else."""
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with open(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600), "w", encoding="utf-8") as file:
+            file.write(json.dumps(text) + "\n")
+
+
+# ---- answers -----------------------------------------------------------------------------------------------
+
+
+class Wrapped:
+    """Text that comes in pieces, with lines broken between words. Blocks of code keep their lines."""
+
+    def __init__(self, write, columns: int):
+        self.write, self.columns = write, columns
+        self.column, self.gap, self.word = 0, "", ""        # of the line so far; spaces and a word that are held back
+        self.line, self.in_code = "", False                 # the first letters of the line
+
+    def push(self, text: str):
+        for letter in text:
+            if letter == "\n":
+                self._end_line()
+            elif letter == " " and not self.in_code:
+                self._end_word()
+                self.gap += letter
+            else:
+                self._add(letter)
+
+    def flush(self):
+        """Write what is held back."""
+        self._end_word()
+        self.gap = ""
+
+    def _add(self, letter: str):
+        self.line = (self.line + letter)[:len(FENCE)]
+        if self.in_code:
+            self.write(letter)
+        elif is_wide(letter):               # writing without spaces may break between any two of these
+            self._end_word()
+            self.word = letter
+            self._end_word()
+        else:
+            self.word += letter
+
+    def _end_word(self):
+        if not self.word:
+            return
+        width = width_of(self.word)
+        if self.column and self.column + len(self.gap) + width > self.columns:
+            self.write("\n")
+            self.column, self.gap = 0, ""
+        self.write(self.gap + self.word)
+        self.column += len(self.gap) + width
+        self.gap = self.word = ""
+
+    def _end_line(self):
+        self.flush()
+        self.write("\n")
+        self.in_code ^= self.line == FENCE
+        self.column, self.line = 0, ""
+
+
+def is_wide(letter: str) -> bool:
+    """Whether a letter takes two columns."""
+    return unicodedata.east_asian_width(letter) in "WF"
+
+
+def width_of(word: str) -> int:
+    """The columns that a word takes."""
+    return sum(0 if unicodedata.combining(letter) else 1 + is_wide(letter) for letter in word)
+
+
+class PlainAnswer:
+    """Writes an answer as the model does."""
+
+    def push(self, delta):
+        print(delta.text, end="", flush=True)
+
+    def end(self):
+        print()
+
+
+class ShownAnswer:
+    """Writes an answer on a terminal: words are wrapped, and thoughts stand apart, dim where there are colours."""
+
+    def __init__(self, tokenizer, opening: str):
+        """opening: how the answer begins, see api/reply.py."""
+        self.reply, self.out = Reply(tokenizer, opening), sys.stdout
+        self.dim, self.plain = (DIM, PLAIN) if has_colours(self.out) else ("", "")
+        self.lines = Wrapped(self.out.write, columns_of(self.out))
+        self.in_thoughts = False
+
+    def push(self, delta):
+        for part in self.reply.push(delta):
+            self._turn(isinstance(part, Thought))
+            self.lines.push(part.text)
+        self.out.flush()
+
+    def end(self):
+        self.lines.flush()
+        self.out.write(self.plain * self.in_thoughts + "\n")
+        self.out.flush()
+
+    def _turn(self, to_thoughts: bool):
+        if to_thoughts and not self.in_thoughts:
+            self.out.write(f"{self.dim}[thinking]\n")
+        elif self.in_thoughts and not to_thoughts:
+            self.lines.push("\n")
+            self.out.write(f"[answer]{self.plain}\n")
+        self.in_thoughts = to_thoughts
+
+
+def answer_writer(tokenizer, opening: str):
+    """What writes an answer to stdout: has push(delta) and end()."""
+    return ShownAnswer(tokenizer, opening) if sys.stdout.isatty() else PlainAnswer()

@@ -1,0 +1,256 @@
+"""Conversations on a terminal: commands, line editing with its history, wrapped words, thoughts, speeds.
+
+What a person sees is tested through a pseudo-terminal: a process of its own whose three streams are one.
+"""
+
+import fcntl
+import io
+import json
+import os
+import pty
+import re
+import select
+import struct
+import subprocess
+import sys
+import termios
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from cli import terminal
+from cli.chat import COMMANDS, Chat, speeds_of, transcript
+from cli.engines import Wishes
+from cli.terminal import ShownAnswer, Wrapped, append_history, read_history
+from engine.request import Delta
+from engine.tokenizer import ByteTokenizer
+from tests.test_cli import GREEDY, PATIENCE, loaded, run  # noqa: F401  a fixture
+from tests.tiny import MODEL, ROOT, tiny_engine
+
+PROMPT, UP, ENTER = re.escape("\x1b[1m> \x1b[0m"), "\x1b[A", "\r"
+COLUMNS = 60
+
+
+# ---- at a pseudo-terminal ----------------------------------------------------------------------------------
+
+
+class Person:
+    """Types into `--chat` and reads what its terminal shows."""
+
+    def __init__(self, home, *arguments):
+        self.ours, theirs = pty.openpty()
+        fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 30, COLUMNS, 0, 0))
+        command = [sys.executable, str(ROOT / "qengine.py"), "-m", MODEL, "--card", "emulated", "--ctx", "2048",
+                   "--max-tokens", "12", *GREEDY, *arguments]
+        environment = os.environ | {"XDG_STATE_HOME": str(home), "TERM": "xterm-256color"}
+        self.process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment,
+                                        start_new_session=True)
+        os.close(theirs)
+
+    def read_until(self, pattern) -> str:
+        """What the terminal shows up to what matches, which is the end of what it has shown."""
+        end, text = time.monotonic() + PATIENCE, ""
+        while not re.search(pattern + r"\Z", text):
+            left = end - time.monotonic()
+            assert left > 0 and select.select([self.ours], [], [], left)[0], f"no {pattern!r} in {text!r}"
+            try:
+                text += os.read(self.ours, 1 << 16).decode(errors="replace")
+            except OSError:                     # the process has ended
+                pytest.fail(f"ended after {text!r}")
+            text = re.sub("\x1b\\[[?]2004[hl]\r?", "", text)     # bracketed paste on and off
+        return text
+
+    def type(self, keys, until=PROMPT) -> str:
+        os.write(self.ours, keys.encode())
+        return self.read_until(until)
+
+    def leave(self) -> int:
+        os.write(self.ours, b"/exit\r")
+        code = self.process.wait(PATIENCE)
+        os.close(self.ours)
+        return code
+
+
+def test_a_conversation_at_a_terminal(tmp_path):
+    path = tmp_path / "said.md"
+    person = Person(tmp_path, "--system", "Be brief.")
+    assert "Ctrl-D leaves, /help lists commands" in person.read_until(PROMPT)
+    shown = person.type("/help" + ENTER)
+    assert all(name in shown for name in COMMANDS)
+    pasted = "\x1b[200~first line\nsecond line\x1b[201~"
+    shown = person.type(pasted + ENTER)
+    assert shown.count("answer ") == 1 and "Traceback" not in shown         # one message, one answer
+    assert "a new" not in shown and "system: Be brief." in person.type("/system" + ENTER)
+    assert "/nonsense: /help lists" in person.type("/nonsense" + ENTER)
+    assert f"saved: {path}, 2 messages" in person.type(f"/save {path}" + ENTER).replace("\r\n", "")
+    text = path.read_text()
+    assert text.startswith("## system\n\nBe brief.\n\n## user\n\nfirst line\nsecond line\n\n## assistant\n\n")
+    assert "A new conversation." in person.type("/clear" + ENTER)
+    assert "File exists" in person.type(f"/save {path}" + ENTER)
+    assert person.leave() == 0 and path.read_text() == text
+
+    person = Person(tmp_path)                   # another start, which knows what was typed in the first one
+    person.read_until(PROMPT)
+    person.type(3 * UP, until=re.escape(f"/save {path}")[-10:] + r".*")
+    os.write(person.ours, b"\x15")              # Ctrl-U: the line is empty again
+    assert person.leave() == 0
+    history = read_history(tmp_path / "qengine" / "history")
+    assert history[:2] == ["/help", "first line\nsecond line"] and history[-2:] == ["/exit", "/exit"]
+    assert (tmp_path / "qengine" / "history").stat().st_mode & 0o777 == 0o600
+
+
+# ---- commands ----------------------------------------------------------------------------------------------
+
+
+def type_in(monkeypatch, *lines):
+    text = "".join(f"{line}\n" for line in lines)
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text.encode()), encoding="utf-8"))
+
+
+CHAT = ["-m", MODEL, "--max-tokens", "4", *GREEDY, "--chat"]
+
+
+def prompts_of(monkeypatch):
+    """A list that gets the prompt of each request, as text."""
+    engine, prompts = tiny_engine(), []
+    submit = engine.submit
+
+    def noted(request):
+        prompts.append(engine.tokenizer.decode(request.prompt_ids, special=True))
+        return submit(request)
+
+    monkeypatch.setattr(engine, "submit", noted)
+    return prompts
+
+
+def test_the_system_message_is_a_part_of_each_prompt(capsys, loaded, monkeypatch):  # noqa: F811
+    prompts = prompts_of(monkeypatch)
+    type_in(monkeypatch, "one", "/system Answer in verse.", "two", "/clear", "three", "/exit", "four")
+    code, out, err = run(capsys, *CHAT, "--system", "Be brief.")
+    assert code == 0 and len(prompts) == 3 and "system: Answer in verse." in err
+    assert "Be brief." in prompts[0] and "Answer in verse." not in prompts[0]
+    assert "Answer in verse." in prompts[1] and "Be brief." not in prompts[1] and "one" in prompts[1]
+    assert "Answer in verse." in prompts[2] and "one" not in prompts[2] and "two" not in prompts[2]
+    run(capsys, "-m", MODEL, "--max-tokens", "4", *GREEDY, "-p", "hi", "--system", "Be brief.")
+    assert "Be brief." in prompts[3]
+
+
+def test_the_prompt_comes_from_a_pipe(capsys, loaded, monkeypatch):  # noqa: F811
+    prompts = prompts_of(monkeypatch)
+    type_in(monkeypatch, "two", "lines")
+    assert run(capsys, "-m", MODEL, "--max-tokens", "4", *GREEDY, "-p", "-", "--raw")[0] == 0
+    assert prompts == ["two\nlines"]
+
+
+def test_what_begins_like_a_command(capsys, loaded, monkeypatch):  # noqa: F811
+    prompts = prompts_of(monkeypatch)
+    type_in(monkeypatch, "/usr/bin is a folder", " /help me", "/nonsense", "/save", "/save /nowhere/a.md")
+    code, _, err = run(capsys, *CHAT)
+    assert code == 0 and len(prompts) == 2 and "/usr/bin is" in prompts[0] and "/help me" in prompts[1]
+    said = [line for line in err.splitlines() if line.startswith("qengine: ")]
+    assert len(said) == 3 and "there is no /nonsense" in said[0] and "/save needs the name of a file" in said[1]
+    assert "/nowhere/a.md" in said[2]
+
+
+def test_every_command_does_something_and_has_a_meaning():
+    chat = Chat(tiny_engine(), {}, Wishes(None, {}))
+    for name, command in COMMANDS.items():
+        assert command.meaning and (name == "/exit" or callable(getattr(chat, command.work.__name__)))
+
+
+def test_a_transcript():
+    picture = SimpleNamespace(pixels=SimpleNamespace(shape=(64, 96, 3)))
+    messages = [{"role": "user", "content": [{"type": "image", "picture": picture}, {"type": "text", "text": "What?"}]},
+                {"role": "assistant", "reasoning_content": "a\n\nb", "content": "A cat."}]
+    assert transcript(messages) == ("## user\n\n[picture: 96 x 64 pixels]\n\nWhat?\n\n"
+                                    "## assistant\n\n> a\n>\n> b\n\nA cat.\n")
+
+
+# ---- history -----------------------------------------------------------------------------------------------
+
+
+def test_a_history_that_cannot_be_read_or_written(tmp_path):
+    file = tmp_path / "history"
+    assert read_history(file) == []
+    file.write_text('"one"\nnonsense\n')
+    assert read_history(file) == []
+    append_history(file / "no folder", "text")
+    (tmp_path / "new").mkdir()
+    append_history(tmp_path / "new" / "history", "a\nb")
+    append_history(tmp_path / "new" / "history", "c")
+    assert read_history(tmp_path / "new" / "history") == ["a\nb", "c"]
+
+
+def test_only_the_latest_lines_are_read(tmp_path, monkeypatch):
+    monkeypatch.setattr(terminal, "KEPT_LINES", 3)
+    (tmp_path / "history").write_text("".join(f"{json.dumps(str(i))}\n" for i in range(10)))
+    assert read_history(tmp_path / "history") == ["7", "8", "9"]
+
+
+# ---- answers on a terminal ---------------------------------------------------------------------------------
+
+
+def wrapped(text, columns, step):
+    pieces = []
+    lines = Wrapped(pieces.append, columns)
+    for at in range(0, len(text), step):
+        lines.push(text[at:at + step])
+    lines.flush()
+    return "".join(pieces)
+
+
+@pytest.mark.parametrize("step", [1, 3, 1000])
+@pytest.mark.parametrize("text, expected", [
+    ("one two three four", "one two\nthree four"), ("one  two\n\n three", "one  two\n\n three"),
+    ("a wordthatistoolong b", "a\nwordthatistoolong\nb"), ("1234567890 1", "1234567890\n1"),
+    ("```\na line of code\n```\none two three", "```\na line of code\n```\none two\nthree"),
+    ("中文中文中文", "中文中文中\n文"), ("e\u0301\u0301\u0301\u0301 12345678", "e\u0301\u0301\u0301\u0301 12345678")])
+def test_wrapped_words(text, expected, step):
+    assert wrapped(text, 10, step) == expected
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def shown(monkeypatch, text, opening, colours):
+    """What ShownAnswer writes of an answer, letter by letter."""
+    out, tokenizer = Terminal(), ByteTokenizer(512)
+    monkeypatch.setattr(sys, "stdout", out)
+    monkeypatch.setattr(terminal, "has_colours", lambda stream: colours)
+    answer = ShownAnswer(tokenizer, opening)
+    ids = tokenizer.encode(text, allow_special=False)
+    for i, (token, letter) in enumerate(zip(ids, text, strict=True)):
+        answer.push(Delta(token, letter, "stop" if i + 1 == len(ids) else None))
+    answer.end()
+    return out.getvalue()
+
+
+def test_thoughts_are_shown_as_such(monkeypatch):
+    text = "<think>\nhm, well\n</think>\n\nYes."
+    assert shown(monkeypatch, text, "either", True) == "\x1b[2m[thinking]\nhm, well\n[answer]\x1b[0m\nYes.\n"
+    assert shown(monkeypatch, text, "either", False) == "[thinking]\nhm, well\n[answer]\nYes.\n"
+    assert shown(monkeypatch, "hm\n</think>\n\nYes.", "thought", False) == "[thinking]\nhm\n[answer]\nYes.\n"
+    assert shown(monkeypatch, "Yes, really.", "content", True) == "Yes, really.\n"
+    assert shown(monkeypatch, "still thinking", "thought", True) == "\x1b[2m[thinking]\nstill thinking\x1b[0m\n"
+
+
+# ---- speeds ------------------------------------------------------------------------------------------------
+
+
+def test_speeds_count_what_was_computed():
+    generation = SimpleNamespace(n_prompt=1000, n_cached=960, started=5.0, token_times=[7.0, 7.5, 8.0], cause=None,
+                                 drafts=SimpleNamespace(share=None))
+    assert speeds_of(generation) == ("prompt 1000 tokens (960 cached), 20.0 tokens/s; answer 3 tokens, 2.0 tokens/s")
+
+
+def test_a_trace_is_told(capsys, loaded, tmp_path):  # noqa: F811
+    file = tmp_path / "trace.json"
+    assert run(capsys, "-m", MODEL, "-p", "hi", "--max-tokens", "4", *GREEDY, "--trace", str(file))[0] == 0
+    code, _, err = run(capsys, "-m", MODEL, "-p", "hi", "--max-tokens", "4", *GREEDY, "--trace", str(file))
+    n_bars = sum(event["ph"] == "X" for event in json.loads(file.read_text())["traceEvents"])
+    assert f"trace: {file}, {n_bars:,} bars; open it in ui.perfetto.dev" in err
+    steps, = re.findall(r"decode steps: (\d+) replays ran [\d,]+ operations: \d+ \w+", err)
+    assert 1 <= int(steps) <= 8
