@@ -55,7 +55,7 @@ from typing import ClassVar, NamedTuple
 import numpy as np
 import tqdm
 
-from engine import expert_store, look, talk
+from engine import display, expert_store, look, talk
 from engine.constraints import Constraint, Vocabulary
 from engine.details import ModelDetails, parameters
 from engine.draft_block import PIECE, DraftBlock
@@ -2167,13 +2167,11 @@ class Engine(TextOnly, TextEngine):
         """Token ids of a prompt. Raises RequestError, see `encode_prompt`."""
         return encode_prompt(self.tokenizer, text, self.n_ctx)
 
-    def generate(self, prompt: str | list[int], **sampling) -> str:
-        """The text that follows a prompt, given as text or token ids. `sampling`: the other fields of Request."""
-        ids = self.encode(prompt) if isinstance(prompt, str) else list(prompt)
-        return "".join(delta.text for delta in self.submit(Request(ids, **sampling)))
-
-    chat = talk.chat            # the answer to a conversation, which may hold pictures
+    generate = talk.generate                        # the text that follows a text
+    chat, stream = talk.chat, talk.stream           # the answer to a conversation, which may hold pictures
     look, evaluate, logit_rows = look.look, look.evaluate, look.logit_rows      # attention, hidden states, logits
+    counting = display.counting                     # what kernels do, by kernel and pipe, on emulated cards
+    __repr__, _repr_html_ = display.in_a_line, display.as_html
 
     def stats(self) -> dict:
         """Counts of this moment: requests_running, requests_waiting, slots; kv_pages, which are kv_pages_used (by

@@ -10,6 +10,7 @@
     tokenizer.py        text to token ids and back
     template.py         messages to a prompt
     talk.py             conversations with pictures, as the command line and notebooks hold them
+    display.py          how a loaded model shows itself, and what its kernels did
     look.py             hidden states, attention and logits of a text by name, and what changes if one is changed
     rendering.py        chat templates, run in a process of their own
     guard.py            which control tokens of a prompt are real

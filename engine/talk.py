@@ -7,6 +7,8 @@ templates then write a token for each, and `prompt_fields` (engine/images.py) gi
 """
 
 import os
+import warnings
+from collections.abc import Iterator
 from pathlib import Path
 
 from PIL import Image
@@ -27,8 +29,35 @@ def chat(engine: TextEngine, messages: list[dict], thinking: bool | None = None,
 
     Raises RequestError for what is no picture, and where the model has no eyes or no chat template.
     """
-    request = Request(**prompt_of(engine, messages, thinking, template_kwargs), **sampling)
-    return "".join(delta.text for delta in engine.submit(request))
+    return "".join(stream(engine, messages, thinking, template_kwargs, **sampling))
+
+
+def stream(engine: TextEngine, messages: list[dict], thinking: bool | None = None,
+           template_kwargs: dict | None = None, **sampling) -> Iterator[str]:
+    """The answer of `chat`, in pieces as they come. Whoever stops reading ends the answer."""
+    generation = engine.submit(Request(**prompt_of(engine, messages, thinking, template_kwargs), **sampling))
+    return pieces_of(generation)
+
+
+def pieces_of(generation) -> Iterator[str]:
+    """The text of a Generation, which ends when nobody reads on."""
+    try:
+        yield from (delta.text for delta in generation if delta.text)
+    finally:
+        generation.cancel()
+
+
+def generate(engine: TextEngine, prompt: str | list[int], **sampling) -> str:
+    """The text that follows a prompt, given as text or token ids. sampling: the other fields of Request. Raises
+    RequestError. Warns where a model of conversations says nothing to a text that is no conversation."""
+    if is_conversation(prompt) or isinstance(prompt, dict):
+        raise RequestError("prompt", "generate takes a text or token ids; for messages: engine.chat(messages)")
+    ids = engine.encode(prompt) if isinstance(prompt, str) else list(prompt)
+    text = "".join(delta.text for delta in engine.submit(Request(ids, **sampling)))
+    if not text and isinstance(prompt, str) and engine.template is not None:
+        warnings.warn("the model said nothing. It knows conversations, and the prompt is none: "
+                      'try engine.chat([{"role": "user", "content": prompt}])', stacklevel=2)
+    return text
 
 
 def prompt_of(engine: TextEngine, messages: list[dict], thinking: bool | None = None,

@@ -10,9 +10,9 @@ from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 import qengine
 from engine.details import ModelDetails
 from engine.images import PAD, Limits, Reader
+from engine.limits import MOST_DRAFTS
 from engine.pooling import PoolingEngine, RerankTemplate, TextsJob, unit
 from engine.request import Generation, PromptLogprobs
-from engine.limits import MOST_DRAFTS
 from engine.speculate import Drafts
 from engine.text_engine import TextEngine, TextOnly
 from engine.tokenizer import encode_prompt
