@@ -92,6 +92,8 @@ def run_prompt(model: qengine.OpenModel, options, sampling: dict, wishes: Wishes
     check_text(text := piped_text() if options.prompt == "-" else options.prompt)
     n_ctx, opening = model.n_ctx(options.ctx), "content"
     wishes.check(model)
+    if options.system and model.template is None:
+        raise RequestError("system", "--system is for chat templates, and this model has none")
     limits = limits_for(options.image_tokens, n_ctx)
     with contextlib.closing(Reader(limits, model.tokenizer.control.get(PAD))) as eyes:
         messages = [message_of(text, [read_picture(path, eyes) for path in options.image])]

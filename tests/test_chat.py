@@ -3,6 +3,7 @@
 What a person sees is tested through a pseudo-terminal: a process of its own whose three streams are one.
 """
 
+import dataclasses
 import fcntl
 import io
 import json
@@ -19,6 +20,7 @@ from types import SimpleNamespace
 
 import pytest
 
+import qengine
 from cli import terminal
 from cli.chat import COMMANDS, Chat, speeds_of, transcript
 from cli.engines import Wishes
@@ -134,6 +136,13 @@ def test_the_system_message_is_a_part_of_each_prompt(capsys, loaded, monkeypatch
     assert "Answer in verse." in prompts[2] and "one" not in prompts[2] and "two" not in prompts[2]
     run(capsys, "-m", MODEL, "--max-tokens", "4", *GREEDY, "-p", "hi", "--system", "Be brief.")
     assert "Be brief." in prompts[3]
+
+
+def test_a_system_message_needs_a_template(capsys, loaded, monkeypatch):  # noqa: F811
+    model = dataclasses.replace(qengine.open_model(MODEL), template=None)
+    monkeypatch.setattr(qengine, "open_model", lambda _: model)
+    code, out, err = run(capsys, "-m", MODEL, "-p", "hi", "--system", "Be brief.")
+    assert (code, out, err) == (2, "", "qengine: --system is for chat templates, and this model has none\n")
 
 
 def test_the_prompt_comes_from_a_pipe(capsys, loaded, monkeypatch):  # noqa: F811
