@@ -37,7 +37,7 @@ def test_what_is_counted_adds_up():
 
 
 def test_a_plot_has_a_bar_for_each_kernel():
-    plt = pytest.importorskip("matplotlib", reason="Matplotlib is not installed").pyplot
+    plt = pytest.importorskip("matplotlib.pyplot", reason="Matplotlib is not installed")
     plt.switch_backend("agg")
     engine = tiny_engine()
     with engine.counting() as tally:
