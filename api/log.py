@@ -29,7 +29,7 @@ from engine.pooling import TextsRequest
 REFRESH_SECONDS = 0.25
 MAX_LINES = 8               # of running requests
 SANE_ID = re.compile(r"[\w.:-]{1,100}", re.ASCII)
-POLLED = {"/health", "/metrics", "/pipes", "/experts"}      # asked often, so not logged
+POLLED = {"/health", "/metrics", "/pipes", "/experts", "/waiting"}      # asked often, so not logged
 NO_NEWS = {200, 204, 503}                       # when answered so: all is well, or the model is still loading
 
 logger = logging.getLogger("qengine.requests")

@@ -1,40 +1,62 @@
-"""GET /: the chat page, one file that asks only the server it came from; GET /pipes, which its live bar shows; and GET
-/experts, for the line below an answer."""
+"""GET /: the chat page, one document that asks only the server it came from; and what it asks for beside answers:
+GET /pipes and GET /experts, for the lines below an answer, and GET /waiting, for a request that waits."""
 
 import base64
 import functools
 import hashlib
 import re
 from pathlib import Path
+from typing import NamedTuple
 
 import flask
 from werkzeug.exceptions import NotFound
 
 from .endpoint import Endpoint
+from .fields import TEXT
 from .log import experts_used
+from .models import is_open, n_slots
 from .openai import PROTOCOL
+
+FOLDER = Path(__file__).with_name("web")        # page.html, what it consists of, and libraries of others in vendor/
+
+
+class Document(NamedTuple):
+    """The whole page, and the header that says what may run in it."""
+
+    text: str
+    policy: str
 
 
 def page(service):
-    return flask.Response(source(), mimetype="text/html", headers={
-        "Content-Security-Policy": policy(), "Cache-Control": "no-cache", "X-Content-Type-Options": "nosniff",
+    said = flask.Response(document().text, mimetype="text/html", headers={
+        "Content-Security-Policy": document().policy, "Cache-Control": "no-cache", "X-Content-Type-Options": "nosniff",
         "Referrer-Policy": "no-referrer"})
+    said.add_etag()         # a browser that has the page asks whether it is still the same
+    return said.make_conditional(flask.request)
 
 
 @functools.cache
-def source() -> str:
-    return Path(__file__).with_name("page.html").read_text(encoding="utf-8")
+def document() -> Document:
+    """page.html with the files that its comments name. They run by their hashes, and nothing else does: so not even
+    markup that slipped in could. Nor can scripts make elements of text in ways that would read it as HTML."""
+    hashes = {"style": [], "script": []}
+
+    def part(match):
+        tag, text = "style" if match[1].endswith(".css") else "script", part_of_page(match[1])
+        hashes[tag].append(f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'")
+        return f"<{tag}>{text}</{tag}>"
+
+    text = re.sub(r"^<!-- (\S+\.(?:css|js)) -->$", part, part_of_page("page.html"), flags=re.MULTILINE)
+    return Document(text, (
+        f"default-src 'none'; style-src {' '.join(hashes['style'])}; script-src {' '.join(hashes['script'])}; "
+        "connect-src 'self'; img-src data:; require-trusted-types-for 'script'; trusted-types 'none'; "
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"))
 
 
-@functools.cache
-def policy() -> str:
-    """The page's style and script run, by their hashes, and no other: so not even markup that slipped in could."""
-    def hashed(tag):
-        text = re.search(f"<{tag}>(.*?)</{tag}>", source(), re.DOTALL)[1]
-        return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
-
-    return (f"default-src 'none'; style-src {hashed('style')}; script-src {hashed('script')}; connect-src 'self'; "
-            "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'")
+def part_of_page(name: str) -> str:
+    """The text of a file. In a script "<!--" would begin a comment of HTML, so it is written in another way there."""
+    text = (FOLDER / name).read_text(encoding="utf-8")
+    return text.replace("<!--", r"<\!--") if name.endswith(".js") else text
 
 
 def pipes(service):
@@ -55,6 +77,20 @@ def experts(service):
     return dict(zip(("hits", "used"), used))
 
 
+def waiting(service, request: str = ""):
+    """How many requests the engine takes before the one of this id: it takes them in the order of their arrival. 204
+    where none of this id is open."""
+    with service.changed:
+        generations = [generation for generation, _ in service.open.values() if is_open(generation)]
+    own = [generation for exchange in service.log.running.copy().values() if exchange.id == request
+           for generation in exchange.generations if generation in generations]
+    if not own:
+        return flask.Response(status=204)
+    return {"ahead": max(0, generations.index(own[0]) + 1 - n_slots(service.ready()))}
+
+
 ENDPOINTS = [Endpoint("GET", "/", "The chat page", page, PROTOCOL),
              Endpoint("GET", "/pipes", "What each pipe of an emulated card did in a step", pipes, PROTOCOL),
-             Endpoint("GET", "/experts", "How many experts of answers lay on the cards", experts, PROTOCOL)]
+             Endpoint("GET", "/experts", "How many experts of answers lay on the cards", experts, PROTOCOL),
+             Endpoint("GET", "/waiting", "How many requests are before one that waits", waiting, PROTOCOL,
+                      query={"request": TEXT})]

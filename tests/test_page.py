@@ -2,6 +2,7 @@
 
 import base64
 import contextlib
+import hashlib
 import io
 import json
 import re
@@ -12,8 +13,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image
-from playwright.sync_api import expect, sync_playwright
+from playwright.sync_api import Error, expect, sync_playwright
 
+from api.page import FOLDER
 from engine.images import Limits
 from engine.request import EngineStopped
 from tests.clients import app_of, serving, wait_until
@@ -44,8 +46,41 @@ CALL = "<tool_call>\n<function=get_weather>\n<parameter=city>\nSeoul\n</paramete
 TOOLS = [{"type": "function", "function": {"name": "get_weather", "parameters": {
     "type": "object", "properties": {"city": {"type": "string"}}}}}]
 LONG = "".join(f"word word word word {i} " for i in range(500))
-ANSWERS = {"markdown": MARKDOWN, "evil": EVIL, "long": LONG, "weather": CALL}
-STORED = "JSON.parse(localStorage.getItem('qengine'))"
+RICH = r"""## A table
+
+| name | value | note |
+|:--|--:|:-:|
+| dp4a | 133 | **fast** |
+| half2 | 131 | `ok` |
+
+1. first
+   - nested
+     - deeper
+2. second
+
+> quoted [a link](https://example.org/a_b) and https://example.org/bare
+
+- [x] done, ~~not done~~ ![a picture](https://example.org/x.png)
+
+```python
+def f(x):  # a comment
+    return "text" + str(12)
+```
+
+It costs $5 or $6, but $a^2 + b^2 = c^2$ and \(x \le \pi\).
+
+$$
+\int_0^1 x^2\,dx = \frac{1}{3}
+- 1 + 1
+$$
+
+\[ \begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix} \]
+
+$\nonsense{$
+"""
+ANSWERS = {"markdown": MARKDOWN, "evil": EVIL, "long": LONG, "weather": CALL, "rich": RICH}
+KEPT = """Object.keys(localStorage).filter(key => key.startsWith("qengine/chat/"))
+    .map(key => JSON.parse(localStorage.getItem(key)))"""        # the conversations that the browser keeps
 
 
 def script(prompt):
@@ -183,25 +218,47 @@ def test_regenerate_asks_the_same_again(page, engine):
     expect(button(page, "Regenerate")).to_be_visible()
     assert prompts(engine)[2] == prompts(engine)[1]
     expect(answers(page)).to_have_count(2)
+    expect(answers(page).last).to_contain_text("2 of 2")        # the former answer is a version of this one
 
 
-def test_the_last_message_can_be_changed(page, engine):
-    say(page, "one")
-    say(page, "two")
-    button(page, "Edit").click()
+def test_any_message_can_be_changed_and_its_versions_are_kept(page, engine):
+    for text in "one", "two", "three":
+        say(page, text)
+    asked = page.get_by_role("article", name="You")
+    button(asked.nth(1), "Edit").click()
     field = page.get_by_label("Message")
     expect(field).to_have_value("two")
     page.keyboard.press("Escape")                               # thought better of it
     expect(field).to_have_value("")
-    button(page, "Edit").click()
-    field.fill("three")
+    button(asked.nth(1), "Edit").click()
+    field.fill("four")
     field.press("Enter")
-    expect(answers(page).last).to_contain_text("You said three.")
-    expect(page.get_by_role("article", name="You")).to_have_count(2)
-    assert "one" in prompts(engine)[-1] and "two" not in prompts(engine)[-1]
+    expect(answers(page).last).to_contain_text("You said four.")
+    expect(asked).to_have_count(2)
+    assert "one" in prompts(engine)[-1] and "two" not in prompts(engine)[-1] and "three" not in prompts(engine)[-1]
+    expect(asked.last).to_contain_text("2 of 2")
+    button(page, "Version before").click()
+    expect(asked).to_have_text([re.compile(text) for text in ("one", "two", "three")])
+    page.reload()                                               # which keeps what was shown
+    expect(asked).to_have_count(3)
+    button(page, "Version after").click()
+    expect(answers(page).last).to_contain_text("You said four.")
 
 
-def test_a_reload_keeps_the_conversation_and_new_chat_forgets_it(page):
+def test_an_answer_can_be_changed(page, engine):
+    say(page, "one")
+    button(answers(page), "Edit").click()
+    page.get_by_label("Message").fill("I say **this**.")
+    button(page, "Send").click()
+    expect(answers(page)).to_contain_text("I say this.")
+    expect(answers(page)).to_contain_text("written by you")
+    expect(answers(page)).to_contain_text("2 of 2")
+    assert len(engine.requests) == 1                            # the model was not asked
+    say(page, "two")
+    assert "I say **this**." in prompts(engine)[-1] and "You said one" not in prompts(engine)[-1]
+
+
+def test_a_reload_keeps_the_conversation_and_new_chat_begins_another(page):
     change_settings(page, Temperature="0.5")
     say(page, "remember me")
     page.reload()
@@ -210,12 +267,11 @@ def test_a_reload_keeps_the_conversation_and_new_chat_forgets_it(page):
     button(page, "Settings").click()
     expect(page.get_by_label("Temperature")).to_have_value("0.5")
     button(page, "Done").click()
-    page.on("dialog", lambda dialog: dialog.accept())
     button(page, "New chat").click()
     expect(answers(page)).to_have_count(0)
     page.reload()
     expect(page.get_by_text("Ask something.")).to_be_visible()
-    assert page.evaluate(STORED)["messages"] == []
+    assert len(page.evaluate(KEPT)) == 1
 
 
 def test_leaving_in_the_middle_keeps_what_had_arrived(page):
@@ -246,7 +302,8 @@ def test_markdown(page):
     say(page, "markdown")
     answer = answers(page)
     expect(answer.get_by_role("heading", name="Title")).to_be_visible()
-    assert answer.locator("strong").all_inner_texts() == ["bold"] and answer.locator("em").all_inner_texts() == ["italic"]
+    assert answer.locator("strong").all_inner_texts() == ["bold"]
+    assert answer.locator("em").all_inner_texts() == ["italic"]
     assert answer.locator("p").first.inner_text() == "A bold word, an italic one and code_of_it, 2 * 3 * 4."
     assert answer.locator("ul li").all_inner_texts() == ["one", "two, which\ngoes on"]
     assert answer.locator("ol").get_attribute("start") == "3"
@@ -264,11 +321,110 @@ def test_text_of_a_model_stays_text(page):
 
 
 def test_not_even_markup_that_slipped_in_would_run(page):
-    page.evaluate("""document.body.insertAdjacentHTML("beforeend", "<img src=x onerror='window.hacked=1'>")""")
+    with pytest.raises(Error, match="requires 'TrustedHTML'"):
+        page.evaluate("""document.body.insertAdjacentHTML("beforeend", "<img src=x onerror='window.hacked=1'>")""")
+    with pytest.raises(Error, match="requires 'TrustedScript'"):
+        page.evaluate("document.body.setAttribute('onclick', 'window.hacked=1')")
+    page.evaluate("""() => {
+        const script = document.createElement("script");
+        script.append("window.hacked=1");
+        document.body.append(script);
+    }""")
     page.wait_for_timeout(300)
     assert page.evaluate("window.hacked") is None
-    assert any("Content Security Policy" in mistake for mistake in page.mistakes)
-    page.mistakes.clear()
+    page.mistakes.clear()           # the browser may have told of what it stopped
+
+
+def test_tables_lists_quotes_and_links(page):
+    say(page, "rich")
+    answer = answers(page)
+    assert [row.inner_text().split() for row in answer.get_by_role("row").all()] == [
+        ["name", "value", "note"], ["dp4a", "133", "fast"], ["half2", "131", "ok"]]
+    heads = answer.get_by_role("columnheader").all()
+    assert [head.evaluate("e => getComputedStyle(e).textAlign") for head in heads] == ["left", "right", "center"]
+    assert answer.locator("ol > li > ul > li > ul > li").inner_text() == "deeper"
+    assert answer.locator("ol > li").last.inner_text() == "second"
+    links = answer.get_by_role("link")
+    assert [link.get_attribute("href") for link in links.all()] == [
+        "https://example.org/a_b", "https://example.org/bare", "https://example.org/x.png"]
+    assert {link.get_attribute("rel") for link in links.all()} == {"noopener noreferrer"}
+    expect(answer.locator("blockquote")).to_have_text("quoted a link and https://example.org/bare")
+    assert answer.locator("s").inner_text() == "not done" and answer.locator("img").count() == 0
+
+
+def test_code_has_its_language_colours_and_a_copy_button(page):
+    say(page, "rich")
+    code = answers(page).get_by_role("figure")
+    expect(code).to_contain_text("python")
+    expect(code.locator(".hl-keyword")).to_have_text(["def", "return"])
+    expect(code.locator(".hl-comment")).to_have_text("# a comment")
+    expect(code.locator("pre")).to_have_text('def f(x):  # a comment\n    return "text" + str(12)')
+
+
+def test_formulas(page):
+    say(page, "rich")
+    answer = answers(page)
+    expect(answer).to_contain_text("It costs $5 or $6, but")
+    expect(answer.locator("p math")).to_have_count(2)
+    expect(answer.locator(".math > math[display=block]")).to_have_count(2)
+    expect(answer.locator("mtable mtr")).to_have_count(2)
+    expect(answer.locator(".math code")).to_have_text(r"\nonsense{")         # what is no formula stays as it was
+
+
+@pytest.mark.parametrize("secure", [True, False])
+def test_copying_works_without_a_secure_context_too(open_page, secure):
+    page = open_page(permissions=["clipboard-read", "clipboard-write"])
+    if not secure:                  # as over http from another machine
+        page.evaluate("Object.defineProperty(navigator, 'clipboard', {value: undefined})")
+    say(page, "markdown")
+    button(answers(page).get_by_role("figure"), "Copy").click()
+    expect(button(page, "Copied")).to_be_visible()
+    field = page.get_by_label("Message")
+    field.focus()
+    page.keyboard.press("Control+V")
+    expect(field).to_have_value(f'print("<b>not bold</b>", "{"long " * 40}")')
+
+
+GROWING = MARKDOWN + RICH + "p\n#all\n\nLast\n-\n\n|a|\n|--x|\n"
+BY_PIECES = """([text, n]) => {
+    const grown = document.createElement("div"), whole = document.createElement("div");
+    for (let end = 0; end < text.length; end += n) showText(grown, text.slice(0, end), false);
+    showText(grown, text, false);
+    showText(whole, text, true);
+    return [grown.outerHTML, whole.outerHTML];
+}"""        # a text that grows by n letters at a time, and the same text at once
+
+
+@pytest.mark.parametrize("n", [1, 7, 100])
+def test_a_growing_text_looks_like_the_whole_one(page, n):
+    grown, whole = page.evaluate(BY_PIECES, [GROWING, n])
+    assert grown == whole and "<table>" in whole and "<math" in whole
+
+
+HUGE = {"backticks": "`" * 10**6, "a table": "|a|b|c|\n|-|-|-|\n" + "|x|y|z|\n" * 8_000, "brackets": "[" * 100_000,
+        "quotes": ">" * 300_000, "a formula": "$$" + "x^{" * 100_000, "half formulas": r"\(" * 30_000,
+        "doubling": r"$\def\a{xx}\def\b{\a\a}\def\c{\b\b}\def\d{\c\c}\def\e{\d\d}\def\f{\e\e}\f\f\f\f\f\f$ " * 50,
+        "code": "```python\n" + "def f(x): return '" * 20_000, "entities": "&" * 300_000, "one line": "word " * 100_000}
+HANGS = """text => setTimeout(() => {
+    const box = document.body.appendChild(document.createElement("div"));
+    for (const share of [.02, .5, .99, 1]) showText(box, text.slice(0, share * text.length), share === 1);
+    if (box.offsetHeight) document.title = "shown";
+    box.remove();
+})"""        # a text in four steps, without waiting for them
+
+
+@pytest.mark.parametrize("kind", HUGE)
+def test_huge_answers_do_not_hang_the_tab(page, kind):
+    page.evaluate(HANGS, HUGE[kind])
+    expect(page).to_have_title("shown", timeout=30_000)
+
+
+def test_a_megabyte_in_one_piece_is_answered(page):
+    chunk = {"choices": [{"index": 0, "delta": {"content": "`" * 10**6}, "finish_reason": "stop"}]}
+    page.route("**/v1/chat/completions", lambda route: route.fulfill(
+        body=f"data: {json.dumps(chunk)}\n\ndata: [DONE]\n\n", content_type="text/event-stream"))
+    say(page, "hello")
+    expect(button(page, "Regenerate")).to_be_visible()
 
 
 def test_thoughts_are_folded(page, engine):
@@ -324,6 +480,186 @@ def test_settings_that_cannot_be_are_not_sent(page, engine):
     say(page, "hello")
     expect(answers(page)).to_contain_text("You said hello.")
     assert engine.requests[-1].temperature == 1
+
+
+def test_the_settings_show_what_the_server_chooses(open_page, engine):
+    page = open_page(app=app_of(engine, sampling={"temperature": 0.6, "top_k": 20}))
+    button(page, "Settings").click()
+    shown = {"Temperature": "0.6", "Top k": "20", "Longest answer": "no limit", "Seed": "by chance"}
+    for label, value in shown.items():
+        expect(page.get_by_label(label)).to_have_attribute("placeholder", value)
+
+
+# ---- conversations -----------------------------------------------------------------------------------------
+
+
+def chats(page):
+    """The buttons of the list of conversations, which is opened."""
+    if not page.get_by_role("navigation", name="Chats").is_visible():
+        button(page, "Chats").click()
+    return page.get_by_role("navigation", name="Chats").get_by_role("listitem").locator(".title")
+
+
+def test_each_conversation_is_kept_by_itself(page, engine):
+    say(page, "first")
+    button(page, "New chat").click()
+    say(page, "second")
+    assert "first" not in prompts(engine)[-1]
+    expect(chats(page)).to_have_text(["second", "first"])
+    chats(page).last.click()
+    expect(answers(page)).to_have_text([re.compile("You said first.")])
+    page.reload()
+    expect(answers(page)).to_have_text([re.compile("You said first.")])
+    page.on("dialog", lambda dialog: dialog.accept())
+    chats(page)
+    button(page, "Delete “first”").click()
+    expect(chats(page)).to_have_text(["second"])
+    expect(page.get_by_text("Ask something.")).to_be_visible()
+    assert [len(chat["messages"]) for chat in page.evaluate(KEPT)] == [2]
+
+
+def second_tab(page):
+    other = page.context.new_page()
+    other.goto(page.url)
+    return other
+
+
+def test_two_tabs_lose_nothing(page, engine):
+    """Each writes six turns, of the same conversation, and both are closed in the end."""
+    say(page, "begin")
+    other = second_tab(page)
+    for i in range(3):
+        say(page, f"here {i}", wait=False)
+        say(other, f"there {i}", wait=False)
+        for tab in page, other:
+            expect(button(tab, "Send")).to_be_visible()
+    for tab in page, other:
+        tab.evaluate("dispatchEvent(new Event('pagehide'))")
+    other.close()
+    page.reload()
+    chat, = page.evaluate(KEPT)
+    said = {message["content"] for message in chat["messages"].values()}
+    assert {f"{where} {i}" for where in ("here", "there") for i in range(3)} <= said
+    assert {f"You said {where} {i}." for where in ("here", "there") for i in range(3)} <= said
+
+
+def test_what_one_tab_says_the_other_shows(page):
+    say(page, "begin")
+    other = second_tab(page)
+    say(other, "go on")
+    expect(answers(page).last).to_contain_text("You said go on.")
+    other.on("dialog", lambda dialog: dialog.accept())
+    chats(other)
+    button(other, "Delete “begin”").click()
+    expect(page.get_by_text("Ask something.")).to_be_visible()
+    assert page.evaluate(KEPT) == []
+
+
+def test_an_older_copy_does_not_overwrite_a_newer_one(page):
+    say(page, "begin")
+    page.evaluate("""() => {
+        const key = "qengine/chat/" + chat.id, there = JSON.parse(localStorage.getItem(key));
+        there.messages.zzz = {id: "zzz", after: chat.head, revision: 1, role: "user", content: "from elsewhere"};
+        localStorage.setItem(key, JSON.stringify(there));           // as another tab does, before this one hears of it
+    }""")
+    say(page, "go on")
+    said = [message["content"] for message in page.evaluate(KEPT)[0]["messages"].values()]
+    assert "from elsewhere" in said and "go on" in said
+
+
+def test_an_answer_goes_on_while_another_conversation_is_shown(page):
+    say(page, "long", wait=False)
+    expect(answers(page)).to_contain_text("word")
+    button(page, "New chat").click()
+    expect(answers(page)).to_have_count(0)
+    button(page, "Stop").click()
+    chats(page).click()
+    expect(answers(page)).to_contain_text("stopped")
+
+
+def test_the_one_conversation_of_former_versions_is_taken_over(page, engine):
+    call = {"role": "assistant", "content": "", "thoughts": "", "calls": [{"id": "a", "name": "f", "arguments": "{}"}]}
+    former = {"messages": [{"role": "user", "content": "of old"}, call, {"role": "tool", "content": "wet", "id": "a"},
+                           {"role": "assistant", "content": "It rains.", "thoughts": "", "calls": []}],
+              "settings": {"temperature": 0.5}, "key": "secret"}
+    page.evaluate("former => localStorage.setItem('qengine', JSON.stringify(former))", former)
+    page.reload()
+    chats(page).click()
+    expect(answers(page).last).to_contain_text("It rains.")
+    expect(page.get_by_role("region", name="Call of f")).to_contain_text("wet")
+    say(page, "go on")
+    assert "of old" in prompts(engine)[-1] and "wet" in prompts(engine)[-1] and engine.requests[-1].temperature == 0.5
+    assert page.evaluate("[localStorage.getItem('qengine'), apiKey]") == [None, "secret"]
+
+
+def test_a_full_browser_is_told_of_and_loses_nothing_that_it_has(page):
+    say(page, "begin")
+    page.evaluate("for (let n = 2 ** 22; n > 8; n /= 2) put('fill' + n, 'x'.repeat(n))")
+    say(page, "markdown")
+    expect(page.get_by_role("alert")).to_contain_text("This browser has no room left")
+    assert len(page.evaluate(KEPT)[0]["messages"]) == 2
+    page.evaluate("Object.keys(localStorage).filter(key => key.startsWith('fill')).forEach(drop)")
+    say(page, "go on")
+    expect(page.get_by_role("alert")).to_have_count(0)
+    assert len(page.evaluate(KEPT)[0]["messages"]) == 6
+
+
+def test_export(page):
+    say(page, "hello")
+    chats(page)
+    with page.expect_download() as download:
+        button(page, "Export this chat").click()
+    assert download.value.suggested_filename == "hello.md"
+    text = Path(download.value.path()).read_text(encoding="utf-8")
+    assert text == "# hello\n\n## You\n\nhello\n\n## Answer\n\nYou said hello.\n"
+    with page.expect_download() as download:
+        button(page, "Export all").click()
+    exported = json.loads(Path(download.value.path()).read_text(encoding="utf-8"))
+    assert exported["chats"] == page.evaluate(KEPT)
+
+
+def test_suggested_questions(page, engine):
+    suggested = page.get_by_role("group", name="Suggested questions").get_by_role("button")
+    expect(suggested).to_have_count(4)
+    question = suggested.first.inner_text()
+    suggested.first.click()
+    expect(answers(page)).to_contain_text(f"You said {question}.")
+
+
+def test_the_place_in_the_queue_is_shown(open_page):
+    """The engine answers two requests at a time; two others are before this one, so one has to end first."""
+    engine = PacedEngine(script, pace=0.002, delay=30)
+    app = app_of(engine)
+    page = open_page(app=app)
+    others = [second_tab(page) for _ in range(2)]
+    for other in others:
+        say(other, "hello", wait=False)
+    wait_until(lambda: len(engine.requests) == 2)
+    say(page, "hello", wait=False)
+    page.bring_to_front()
+    expect(answers(page)).to_contain_text("1 request before this one.")
+    button(others[0], "Stop").click()
+    expect(page.get_by_text("before this one")).not_to_be_visible()
+    button(page, "Stop").click()
+    client = app.test_client()
+    assert client.get("/waiting?request=nobody").status_code == client.get("/waiting").status_code == 204
+
+
+# ---- the files of the page ---------------------------------------------------------------------------------
+
+
+def test_libraries_are_those_that_the_table_names():
+    table = (FOLDER / "vendor/README.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (\S+\.js) \|.*\| (\w{64}) \|$", table, re.MULTILINE)
+    assert dict(rows) == {file.name: hashlib.sha256(file.read_bytes()).hexdigest()
+                          for file in (FOLDER / "vendor").glob("*.js")}
+
+
+def test_a_browser_that_has_the_page_is_told_that_it_is_the_same(engine):
+    client = app_of(engine).test_client()
+    said = client.get("/")
+    assert client.get("/", headers={"If-None-Match": said.headers["ETag"]}).status_code == 304
+    assert "unsafe" not in said.headers["Content-Security-Policy"]
 
 
 # ---- pictures ----------------------------------------------------------------------------------------------
@@ -387,6 +723,14 @@ def test_pictures_are_chosen_removed_and_sent(seeing):
     assert told(engine) == [64, 70] and prompts(engine)[2] == prompts(engine)[1]
 
 
+def test_a_picture_to_try(seeing):
+    engine, page = seeing
+    page.get_by_role("group", name="Suggested questions").get_by_role("button", name="circles").click()
+    expect(page.get_by_role("article", name="You").get_by_role("img")).to_have_count(1)
+    wait_until(lambda: engine.requests)
+    assert told(engine) == [64] and re.search(r"How many (red|green|blue) circles are there\?", prompts(engine)[-1])
+
+
 def test_a_picture_alone_is_a_message(seeing):
     engine, page = seeing
     button(page, "Send").click()
@@ -415,7 +759,7 @@ def test_a_message_that_is_changed_keeps_its_pictures(seeing):
     add(page, PHOTO)
     expect(chosen(page)).to_have_count(1)
     say(page, "one")
-    button(page, "Edit").click()
+    button(page.get_by_role("article", name="You"), "Edit").click()
     expect(chosen(page)).to_have_count(1)
     add(page, OTHER)
     expect(chosen(page)).to_have_count(2)
@@ -601,7 +945,8 @@ def test_a_phone_needs_no_scrolling_sideways(open_page, engine):
 
 def test_light_and_dark(open_page):
     def brightness(page):
-        return sum(map(int, re.findall(r"\d+", page.locator("body").evaluate("e => getComputedStyle(e).backgroundColor"))))
+        colour = page.locator("body").evaluate("e => getComputedStyle(e).backgroundColor")
+        return sum(map(int, re.findall(r"\d+", colour)))
 
     assert brightness(open_page(color_scheme="light")) > 600 > 300 > brightness(open_page(color_scheme="dark"))
 

@@ -1,0 +1,188 @@
+"use strict";
+// One answer: the request, its stream, and the line below the answer.
+
+const headers = () => ({"Content-Type": "application/json", ...apiKey && {Authorization: `Bearer ${apiKey}`}});
+
+/** What is asked of the server, GET, as JSON; null where it says nothing. */
+async function ask(path, signal) {
+  const response = await fetch(path, {headers: headers(), signal}).catch(() => null);
+  return response?.status === 200 ? response.json().catch(() => null) : null;
+}
+
+/** What is asked for this message: an answer to those before it. */
+function requestBody({chat: {messages: all}, message: {after}}) {
+  const {system, thinking, tools, showsChats, showsPipes, ...sampling} = settings;
+  const messages = thread({messages: all, head: after}).filter(
+    m => m.content || m.calls?.length || m.pictures?.some(pictureAt) || m.role === "tool");
+  return {
+    messages: [...system ? [{role: "system", content: system}] : [], ...messages.map(wireMessage)],
+    ...sampling, stream: true, stream_options: {include_usage: true},
+    ...tools && {tools: JSON.parse(tools)},
+    ...thinking && {chat_template_kwargs: {enable_thinking: thinking === "on"}},
+  };
+}
+
+function wireMessage({role, content, call, calls, pictures}) {
+  if (role === "tool") return {role, content, tool_call_id: call};
+  const urls = (pictures ?? []).map(pictureAt).filter(Boolean);
+  if (urls.length) return {role, content: [
+    ...urls.map(url => ({type: "image_url", image_url: {url}})), ...content ? [{type: "text", text: content}] : []]};
+  if (!calls?.length) return {role, content};
+  return {role, content, tool_calls: calls.map(({id, name, arguments: text}) =>
+    ({id, type: "function", function: {name, arguments: text}}))};
+}
+
+/** A server-sent stream's JSON events, up to [DONE]. */
+async function* events(response) {
+  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+  let rest = "";
+  while (true) {
+    const {done, value} = await reader.read();
+    if (done) throw new TypeError("the stream ended early");
+    const pieces = (rest + value).split("\n\n");
+    rest = pieces.pop();
+    for (const piece of pieces.filter(piece => piece.startsWith("data: "))) {
+      if (piece === "data: [DONE]") return;
+      yield JSON.parse(piece.slice(6));
+    }
+  }
+}
+
+/** An error that has its sentence for the reader. */
+class Refusal extends Error {}
+
+async function refusal(response) {
+  const message = (await response.json().catch(() => ({}))).error?.message ?? `status ${response.status}`;
+  if (response.status === 401) {
+    askForKey();
+    return new Refusal("This server wants an API key, under Settings.");
+  }
+  if (response.status === 429) {
+    const wait = response.headers.get("Retry-After");
+    return new Refusal(`The server is busy (${message}). Try again${wait ? ` in ${wait} s` : " soon"}.`);
+  }
+  if (response.status === 503) watchHealth();
+  return new Refusal(`The server says: ${message}.`.replace(/\.\.$/, "."));
+}
+
+// ---- one answer --------------------------------------------------------------------------------------------
+
+const SAVE_SECONDS = 2;     // a tab that dies loses no more of an answer than this
+let running = null;         // {chat, message, abort, request, ahead} while an answer is written
+
+async function generate() {
+  const message = addMessage(chat, {role: "assistant", thoughts: "", calls: []});
+  const own = running = {chat, message, abort: new AbortController(), request: makeId(), ahead: 0};
+  const signal = own.abort.signal, times = {};
+  showBusy();
+  keep(own);
+  showAll();
+  watchQueue(own);
+  watchPipes(own);
+  try {
+    times.before = await expertsUsed(signal);
+    times.sent = performance.now();
+    const response = await fetch("v1/chat/completions", {method: "POST", signal, body: JSON.stringify(requestBody(own)),
+      headers: {...headers(), "X-Request-Id": own.request}});
+    if (!response.ok) throw await refusal(response);
+    times.head = true;
+    for await (const event of events(response)) take(event, message, times);
+    times.after = await expertsUsed(signal);
+  } catch (error) {
+    if (signal.aborted) message.figures = "stopped";
+    else if (error instanceof Refusal) message.error = error.message;
+    else if (error instanceof TypeError) message.error = times.head
+      ? "The connection was lost. What had arrived is kept." : "The server cannot be reached.";
+    else throw error;
+    if (!times.head && !(error instanceof Refusal)) watchHealth();
+  } finally {
+    finish(message, times);
+    running = null;
+    showBusy();
+    keep(own);
+    turns.forEach(turn => turn.update());
+    scrollDown();
+    $("spoken").textContent = message.error ? "" : `Answer finished. ${message.figures}`;
+  }
+}
+
+/** Keeps an answer as far as it has arrived, unless its conversation was deleted meanwhile. */
+function keep({chat, message}) {
+  if (!chats.has(chat.id)) return;
+  touch(chat, message);
+  save(chat);
+  showChats();
+}
+
+/** How many experts the server's answers have used so far, and found on its cards (hits); null if all are there. */
+const expertsUsed = signal => countsExperts ? ask("experts", signal) : null;
+
+/** While an answer has not begun: how many requests the server has to take before it. And from time to time the answer
+ *  is kept. */
+async function watchQueue(own) {
+  for (let kept = Date.now(); running === own; await sleep(.5)) {
+    if (!own.message.content && !own.message.thoughts) {
+      own.ahead = (await ask(`waiting?request=${own.request}`))?.ahead ?? 0;
+      if (running === own) arrived();
+    } else own.ahead = 0;
+    if (running === own && Date.now() - kept > 1000 * SAVE_SECONDS) { keep(own); kept = Date.now(); }
+  }
+}
+
+/** One event of a stream, into the message. */
+function take(event, message, times) {
+  if (event.error) throw new Refusal(`The answer broke off: ${event.error.message}.`.replace(/\.\.$/, "."));
+  if (event.usage) times.usage = event.usage;
+  const choice = event.choices[0], delta = choice?.delta ?? {};
+  if (delta.reasoning_content || delta.content || delta.tool_calls) {
+    times.last = performance.now();
+    times.first ??= times.last;
+  }
+  if (delta.reasoning_content) message.thoughts += delta.reasoning_content;
+  if (message.thoughts && message.seconds == null && (delta.content || delta.tool_calls || choice?.finish_reason))
+    message.seconds = (performance.now() - times.first) / 1000;
+  message.content += delta.content ?? "";
+  for (const {index, id, function: part} of delta.tool_calls ?? []) {
+    const call = message.calls[index] ??= {id: "", name: "", arguments: ""};
+    call.id += id ?? "";
+    call.name += part?.name ?? "";
+    call.arguments += part?.arguments ?? "";
+  }
+  if (choice?.finish_reason === "length") times.cut = true;
+  if (message.content || message.thoughts) running.ahead = 0;
+  arrived();
+}
+
+/** The line below an answer. */
+function finish(message, {sent, first, last, usage, cut, before, after}) {
+  if (message.thoughts) message.seconds ??= (performance.now() - first) / 1000;
+  if (!usage) return;
+  const {prompt_tokens: prompt, completion_tokens: answer, prompt_tokens_details: details} = usage;
+  const cached = details?.cached_tokens;
+  const {accepted_prediction_tokens: right = 0, rejected_prediction_tokens: wrong = 0} =
+    usage.completion_tokens_details ?? {};
+  const experts = before && after ? after.used - before.used : 0;
+  message.figures = [count(answer, "token"),
+    answer > 1 && last > first && `${rounded(1000 * (answer - 1) / (last - first))} tokens/s`,
+    right + wrong > 0 && `accepted ${rounded(100 * right / (right + wrong))} %`,
+    experts > 0 && `${rounded(100 * (after.hits - before.hits) / experts)} % of experts on the card`,
+    first && `first after ${rounded((first - sent) / 1000)} s`,
+    `prompt ${prompt.toLocaleString("en")}` + (cached != null ? `, ${cached.toLocaleString("en")} cached` : ""),
+    cut && "cut at its limit"].filter(Boolean).join(" · ");
+}
+
+/** Another version of the last answer. */
+function regenerate() {
+  if (running) return;
+  const last = thread(chat).findLast(m => m.role === "assistant");
+  chat.head = last.after;
+  generate();
+}
+
+function showBusy() {
+  const hadFocus = document.activeElement === $("send") || document.activeElement === $("stop");
+  $("send").hidden = Boolean(running);
+  $("stop").hidden = !running;
+  if (hadFocus) (running ? $("stop") : $("send")).focus();
+  $("spoken").textContent = running ? "Answering." : "";
+}

@@ -1,0 +1,73 @@
+"use strict";
+// What each pipe of an emulated card does in a step, counted while an answer is written and shown below it.
+
+const HUES = {dp4a: 190, dp2a: 205, imad: 220, fp32: 35, ffma: 15, half2: 330, half: 345, integer: 250, special: 85,
+  conversion: 65, shuffle: 130, vote: 145, shared: 280, global: 300, local: 310, atomic: 320, barrier: 0, branch: 110};
+
+/** The meter of one answer. `update(counted)` shows what /pipes said while the answer was written. */
+function makeMeter() {
+  const step = el("p"), bar = el("div", {class: "bar", role: "img"}), legend = el("ul", {class: "legend"});
+  const node = el("section", {class: "pipes", "aria-label": "Pipes of the card"}, bar,
+    el("details", null, el("summary", null, step), legend));
+  const parts = {};
+  let shown = null;
+  function update(counted) {
+    node.hidden = !(counted && settings.showsPipes);
+    if (node.hidden || counted === shown) return;
+    shown = counted;
+    draw(counted, {step, bar, legend, parts});
+  }
+  return {node, update};
+}
+
+function draw({tokens, launches, pipes, megabytes, card, estimated_seconds: seconds}, {step, bar, legend, parts}) {
+  const shown = Object.entries(pipes).filter(([, n]) => n).sort((a, b) => b[1] - a[1]);
+  const total = shown.reduce((sum, [, n]) => sum + n, 0), share = n => `${rounded(100 * n / total)} %`;
+  step.textContent = `The last step counted, of ${count(tokens, "token")}: ${launches} launches, `
+    + `${rounded(total / 1e6)} million instructions of warps, ${rounded(megabytes)} MB moved.`
+    + (seconds ? ` A ${card} would take ${rounded(1e6 * seconds)} µs, by estimate.` : "");
+  const colour = name => `oklch(.66 .11 ${HUES[name] ?? 0})`;
+  for (const [name, n] of shown) {
+    const part = parts[name] ??= bar.appendChild(el("div"));
+    part.style.flexGrow = n;
+    part.style.background = colour(name);
+    part.title = `${name} ${share(n)}`;
+  }
+  bar.setAttribute("aria-label", shown.map(([name, n]) => `${name} ${share(n)}`).join(", "));
+  legend.replaceChildren(...shown.filter(([, n]) => n / total > .01).map(([name, n]) => {
+    const dot = el("i");
+    dot.style.background = colour(name);
+    return el("li", null, dot, `${name} ${share(n)}`);
+  }));
+}
+
+/** Asks for counts while this answer is written and meters are shown: they cost the server a little. An answer that
+ *  ended before its first count gets the count that came last. */
+async function watchPipes(own) {
+  if (own.isCounting) return;
+  own.isCounting = true;
+  while (settings.showsPipes && !$("show-pipes").hidden) {
+    const counted = await ask("pipes");
+    if (counted) {
+      own.message.pipes = counted;
+      turns.find(turn => turn.message === own.message)?.update();
+      scrollDown();
+      if (running !== own) keep(own);
+    }
+    if (running !== own) break;
+    await sleep(own.message.pipes ? 2 : .1);
+  }
+  own.isCounting = false;
+}
+
+function showPipes() {
+  $("show-pipes").setAttribute("aria-pressed", Boolean(settings.showsPipes));
+  turns.forEach(turn => turn.update());
+  scrollDown();
+}
+
+$("show-pipes").addEventListener("click", () => {
+  set("showsPipes", !settings.showsPipes || undefined);
+  showPipes();
+  if (running) watchPipes(running);
+});

@@ -1,0 +1,84 @@
+"use strict";
+// The settings, and how the server is.
+
+// name, label, lowest, highest, step
+const SAMPLING = [["temperature", "Temperature", 0, 2, "any"], ["top_p", "Top p", 0, 1, "any"],
+  ["top_k", "Top k", 0, 2 ** 31 - 1, 1], ["min_p", "Min p", 0, 1, "any"],
+  ["max_tokens", "Longest answer", 1, 2 ** 31 - 1, 1], ["seed", "Seed", 0, Number.MAX_SAFE_INTEGER, 1]];
+const FIELDS = ["system", "thinking", "tools", ...SAMPLING.map(([name]) => name)];
+const UNLIMITED = {max_tokens: "no limit", seed: "by chance", top_k: "off", min_p: "off", top_p: "off"};
+
+function makeSettings() {
+  $("sampling").prepend(...SAMPLING.map(([name, label, min, max, step]) => el("label", null, label,
+    el("input", {id: name, type: "number", inputmode: "decimal", placeholder: "default", min, max, step}))));
+  for (const name of FIELDS) {
+    const field = $(name);
+    field.addEventListener("input", () => {
+      if (name === "tools") field.setCustomValidity(isToolList(field.value) ? "" : "This is no JSON list.");
+      field.setAttribute("aria-invalid", !field.validity.valid);
+      const value = field.type === "number" ? field.valueAsNumber : field.value.trim();
+      set(name, !field.validity.valid || value === "" || Number.isNaN(value) ? undefined : value);
+    });
+  }
+  $("key").addEventListener("input", () => setKey($("key").value.trim()));
+  fillSettings();
+}
+
+function fillSettings() {
+  for (const name of FIELDS) if ($(name) !== document.activeElement) $(name).value = settings[name] ?? "";
+  $("key").value = apiKey;
+  $("key-field").hidden = !apiKey;
+}
+
+/** Shows in empty fields what the server chooses there. */
+async function showDefaults() {
+  const chosen = (await ask("props"))?.default_generation_settings?.params ?? {};
+  for (const [name] of SAMPLING) {
+    if (!(name in chosen)) continue;
+    const isOff = chosen[name] === (name === "top_p" ? 1 : name === "max_tokens" || name === "seed" ? -1 : 0);
+    $(name).placeholder = isOff && UNLIMITED[name] || chosen[name];
+  }
+}
+
+function isToolList(text) {
+  try { return !text.trim() || Array.isArray(JSON.parse(text)); } catch { return false; }
+}
+
+function openSettings() {
+  $("settings").showModal();
+  showDefaults();
+}
+
+function askForKey() {
+  $("key-field").hidden = false;
+  openSettings();
+  $("key").focus();
+}
+
+$("show-settings").addEventListener("click", openSettings);
+
+// ---- the server's health -----------------------------------------------------------------------------------
+
+let watching = false, countsExperts = false;
+
+/** Says how the server is, until it is well. */
+async function watchHealth() {
+  if (watching) return;
+  for (watching = true; watching; watching && await sleep(2)) {
+    let status = "is not reachable", isWrong = true;
+    try {
+      const health = await (await fetch("health")).json();
+      watching = health.status !== "ok";
+      isWrong = health.status === "error";
+      status = {ok: health.model, loading: "loading the model …", draining: "is shutting down",
+                error: health.error}[health.status];
+      $("show-pipes").hidden = !health.counts_pipes;
+      countsExperts = health.counts_experts;
+      sees = health.sees;
+      if (!watching) showSuggestions(health.model);
+    } catch { /* as above */ }
+    $("health").textContent = status;
+    $("health").title = status;
+    $("health").classList.toggle("wrong", isWrong);
+  }
+}

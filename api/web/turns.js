@@ -1,0 +1,143 @@
+"use strict";
+// The conversation that is shown: a turn for each message of the user and of the model.
+
+let chat = makeChat();      // the conversation of this tab; kept from its first message on
+let turns = [];
+
+/** A turn on the page; `update()` brings it up to its message. */
+function makeTurn(message) {
+  return message.role === "user" ? userTurn(message) : answerTurn(message);
+}
+
+function userTurn(message) {
+  const text = el("div", {class: "text"}), foot = el("div", {class: "foot"});
+  const shown = (message.pictures ?? []).map(pictureAt), lost = shown.filter(url => !url).length + (message.lost ?? 0);
+  if (message.content) text.append(el("p", null, message.content));
+  if (lost) text.append(el("p", null, el("em", null,
+    `${count(lost, "picture")} of this message did not survive leaving the page.`)));
+  const node = el("article", {class: "user", "aria-label": "You"},
+    shown.some(Boolean) && el("div", {class: "pictures"}, ...shown.filter(Boolean).map(pictureNode)),
+    text.childElementCount && text, foot);
+  function update() {
+    node.classList.toggle("edited", message === edited);
+    foot.replaceChildren(...versionButtons(message), button("Edit", () => edit(message)));
+  }
+  return {node, message, update};
+}
+
+function answerTurn(message) {
+  const summary = el("summary"), thoughts = el("div"), text = el("div", {class: "text"}), calls = el("div");
+  const error = el("div"), queue = el("div", {class: "note", role: "status"}), meter = makeMeter();
+  const foot = el("div", {class: "foot"});
+  const folded = el("details", {class: "thoughts"}, summary, thoughts);
+  const node = el("article", {"aria-label": "Answer"}, folded, queue, text, calls, error, meter.node, foot);
+  function update() {
+    const isBusy = message === running?.message, isLast = message.id === lastAnswered();
+    node.classList.toggle("busy", isBusy);
+    node.classList.toggle("edited", message === edited);
+    folded.hidden = !message.thoughts;
+    summary.textContent = message.seconds == null ? "Thinking …" : `Thought for ${rounded(message.seconds)} s`;
+    thoughts.textContent = message.thoughts ?? "";
+    showText(text, message.content, !isBusy);
+    calls.replaceChildren(...(message.calls ?? []).map(callNode));
+    queue.hidden = !(isBusy && running.ahead);
+    if (!queue.hidden) queue.textContent = `${count(running.ahead, "request")} before this one.`;
+    meter.update(message.pipes);
+    if (isBusy) { error.replaceChildren(); foot.replaceChildren(); return; }
+    if (isLast && message.calls?.length && !message.error) calls.append(resultsForm(message));
+    error.replaceChildren(...message.error ? [el("div", {class: "error", role: "alert"}, message.error,
+      isLast && el("button", {type: "button", click: regenerate}, "Try again"))] : []);
+    foot.replaceChildren(el("span", {class: "figures"}, message.figures ?? ""), ...versionButtons(message),
+      ...message.content ? [copyButton(() => message.content)] : [],
+      ...message.content && !message.calls?.length ? [button("Edit", () => edit(message))] : [],
+      ...isLast && !message.error ? [button("Regenerate", regenerate)] : []);
+  }
+  return {node, message, update};
+}
+
+/** The id of the last message that is no tool's result. */
+const lastAnswered = () => thread(chat).findLast(m => m.role !== "tool")?.id;
+
+/** ‹ 2 of 3 ›, where a message has several versions. */
+function versionButtons(message) {
+  const all = versions(chat, message), at = all.indexOf(message);
+  if (all.length < 2 || running) return [];
+  const turn = (label, sign, to) => button(sign, () => { show(chat, to.id); save(chat); showAll(message); },
+    {"aria-label": label, title: label, disabled: !to});
+  return [el("span", {class: "versions"}, turn("Version before", "‹", all[at - 1]), `${at + 1} of ${all.length}`,
+    turn("Version after", "›", all[at + 1]))];
+}
+
+const pictureNode = (url, i) => el("img", {src: url, alt: `Picture ${i + 1}`, load: () => scrollDown()});
+
+function callNode(call) {
+  let shown = call.arguments;
+  try { shown = JSON.stringify(JSON.parse(shown), null, 2); } catch { /* it is still arriving */ }
+  const result = thread(chat).find(m => m.role === "tool" && m.call === call.id);
+  return el("section", {class: "call", "aria-label": `Call of ${call.name}`},
+    el("header", null, "calls ", el("b", null, call.name)), el("pre", {tabindex: 0}, el("code", null, shown)),
+    result && el("header", null, "result"), result && el("pre", {tabindex: 0}, el("code", null, result.content)));
+}
+
+/** What the tools said is for the reader to fill in: the page runs nothing. */
+function resultsForm(message) {
+  const fields = message.calls.map(() => el("textarea", {rows: 2, required: true}));
+  const labels = message.calls.map((call, i) => el("label", null, `Result of ${call.name}`, fields[i]));
+  const submit = event => {
+    event.preventDefault();
+    if (running) return;
+    message.calls.forEach(({id}, i) => addMessage(chat, {role: "tool", call: id, content: fields[i].value}));
+    generate();
+  };
+  return el("form", {class: "results", submit}, ...labels,
+    el("div", {class: "row"},
+      el("button", {class: "main"}, message.calls.length > 1 ? "Send results" : "Send result")));
+}
+
+/** Shows the whole conversation: its end, or the place where the turn of `message` was. */
+function showAll(message = null) {
+  const place = turns.find(turn => turn.message === message)?.node.getBoundingClientRect().top;
+  const n = turns.findIndex(turn => turn.message === message);
+  turns = thread(chat).filter(m => m.role !== "tool").map(makeTurn);
+  turns.forEach(turn => turn.update());
+  $("turns").replaceChildren(...turns.length ? turns.map(turn => turn.node) : [welcome]);
+  $("clear").disabled = !turns.length;
+  document.title = turns.length ? `${titleOf(chat)} · qengine` : "qengine";
+  follows = !message;
+  if (message) $("scroll").scrollTop += turns[n].node.getBoundingClientRect().top - place;
+  else scrollDown();
+}
+
+const welcome = $("welcome");
+
+/** Follows what arrives, unless the reader has scrolled up. */
+let follows = true;
+function scrollDown() {
+  if (follows) $("scroll").scrollTop = $("scroll").scrollHeight;
+}
+$("scroll").addEventListener("scroll", ({target: box}) => {
+  follows = box.scrollHeight - box.scrollTop - box.clientHeight < 60;
+});
+
+// ---- while an answer is written ----------------------------------------------------------------------------
+
+const REST = 0.1, SHARE = 4;        // seconds between two paintings, and at least so many times what one takes
+let painting = false;
+
+/** Paints the growing answer, soon and not again and again: however much arrives, the tab is free most of the time. */
+async function paint() {
+  if (painting) return;
+  painting = true;
+  const began = performance.now();
+  turns.find(turn => turn.message === running?.message)?.update();
+  scrollDown();
+  await sleep(Math.max(REST, SHARE * (performance.now() - began) / 1000));
+  painting = false;
+  if (running?.isBehind) { running.isBehind = false; paint(); }
+}
+
+/** Something of the answer has arrived. */
+function arrived() {
+  if (painting) running.isBehind = true;
+  else paint();
+}
