@@ -11,6 +11,7 @@ from engine.images import check_places, prompt_fields
 from engine.request import ContextExceeded, RequestError
 from engine.sight import BLIND
 from engine.template import EFFORT, ChatTemplate, flat_content
+from engine.text_engine import wrong_kind
 
 from .errors import WITHOUT_TOOLS
 from .grammar import GrammarError, Rules, Shape
@@ -100,7 +101,9 @@ def respond(service, conversation: Conversation, n: int, make, stream: bool):
 
 def render(service, conversation: Conversation) -> Prompt:
     """The prompt of a conversation. Its pictures are not looked at yet."""
-    engine, toolbox, sent = service.ready("text"), conversation.toolbox, sent_in(conversation.messages)
+    engine, toolbox, sent = service.engine, conversation.toolbox, sent_in(conversation.messages)
+    if engine.kind != "text":
+        raise wrong_kind(engine, "text")
     template = engine.template
     if template is None:
         raise RequestError("messages", "this model has no chat template: use /v1/completions")
@@ -126,7 +129,7 @@ def render(service, conversation: Conversation) -> Prompt:
 
 def encode(service, prompt: Prompt, timeout: float | None) -> dict:
     """Arguments of Request: the token ids of a prompt, and its pictures. timeout: see `with_pictures`."""
-    return with_pictures(service, service.ready().encode(prompt.text), prompt.sent, timeout)
+    return with_pictures(service, service.engine.encode(prompt.text), prompt.sent, timeout)
 
 
 def with_pictures(service, ids: list[int], sent: list[Sent], timeout: float | None = None) -> dict:
@@ -137,7 +140,7 @@ def with_pictures(service, ids: list[int], sent: list[Sent], timeout: float | No
     """
     if not sent:
         return {"prompt_ids": ids}
-    eyes = service.ready().eyes
+    eyes = service.engine.eyes
     check_places(ids, len(sent), eyes.pad)          # before anything is read
     return prompt_fields(ids, service.read_pictures(sent, timeout), eyes)
 
@@ -188,7 +191,7 @@ def count(service, conversation: Conversation) -> int:
 
 def prepare(service, conversation: Conversation) -> Turn:
     """What the engine is asked for, and how its answers are read."""
-    engine, toolbox = service.ready(), conversation.toolbox
+    engine, toolbox = service.engine, conversation.toolbox
     prompt = render(service, conversation)
     asked = encode(service, prompt, conversation.timeout)       # first, because a prompt too long needs no grammar
     opening = prompt.opening

@@ -36,7 +36,7 @@ COMPLETION = object_of(fields_of(field_table.TEXT, {
 
 
 def completions(service, body: dict):
-    engine, n = service.ready(), body.get("n", 1)
+    engine, n = service.engine, body.get("n", 1)
     check_wishes(body, n)
     prompts = read_prompts(body["prompt"], engine, service.max_requests // n)
     request = {"max_tokens": DEFAULT_TOKENS} | read_sampling(service, body) | {"top_logprobs": body.get("logprobs")}

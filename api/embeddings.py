@@ -13,7 +13,7 @@ import flask
 import numpy as np
 from werkzeug.exceptions import ServiceUnavailable
 
-from engine.pooling import MOST_TEXTS, PoolingEngine, TextsJob, TextsRequest, gathered
+from engine.pooling import MOST_TEXTS, TextsJob, TextsRequest, gathered
 from engine.request import RequestError
 
 from . import field_table
@@ -34,25 +34,24 @@ EMBEDDINGS = object_of(fields_of(field_table.EMBEDDINGS, {
 
 
 def embeddings(service, body: dict):
-    engine = service.ready("embedding", body.get("model"))
     write = as_base64 if body.get("encoding_format") == "base64" else as_numbers
-    return embed(service, engine, body, "input", functools.partial(written, engine.name, write))
+    return embed(service, body, "input", functools.partial(written, service.engine.name, write))
 
 
 ENDPOINTS = [Endpoint("POST", "/v1/embeddings", "Embeddings of texts", embeddings, PROTOCOL, EMBEDDINGS,
                       generates=True, kind="embedding")]
 
 
-def embed(service, engine: PoolingEngine, body: dict, field: str, said):
+def embed(service, body: dict, field: str, said):
     """The HTTP response to a request for embeddings. field: of the body, what is to be embedded. said(job, rows): the
     answer to a finished job, its rows float32 [texts, dimensions]."""
-    texts = read_texts(body[field], field)
+    engine, texts = service.engine, read_texts(body[field], field)
 
     def prepare():
         ids = gathered((engine.encode(text, field) if isinstance(text, str) else text for text in texts), field)
         return [TextsRequest(ids, body.get("dimensions"), body.get("timeout"), field)], Answer(said)
 
-    return service.respond(1, prepare, False, engine)
+    return service.respond(1, prepare, False)
 
 
 def read_texts(given: str | list, field: str) -> list[str | list[int]]:

@@ -30,7 +30,11 @@ class Endpoint:
     path: as OpenAPI writes it. The view gets a part like {id} as the argument of this name. The last part of a
     path may hold slashes.
     body: the description of the request's body, as api/fields.py has it; None: there is no body.
-    kind: of the model that answers, "text", "embedding" or "reranking"; None: the main model, whatever it is.
+    kind: of the model that answers, "text", "embedding" or "reranking"; None: the first model, whatever it is.
+    asks: what the view gets for `service`. "server": the Service. "model": an Answering with the model that the body
+    names (`name_of`), which is loaded if need be. "loaded": the same with the model that stands behind the path's
+    question mark, if it is loaded. None: "model" where there is a body, "server" where there is none.
+    name_of: name_of(service, body) gives the name of the model that a body means.
     query: descriptions of what may stand behind the path's question mark, by name. The view gets those that were sent
     as arguments.
     may_show: whether the body may hold pictures, and so be larger.
@@ -48,6 +52,8 @@ class Endpoint:
     query: dict = field(default_factory=dict)
     kind: str | None = None
     may_show: bool = False
+    asks: str | None = None
+    name_of: Callable = lambda service, body: body.get("model")
 
     @property
     def name(self) -> str:
@@ -67,9 +73,12 @@ class Endpoint:
         """The response to the current HTTP request. arguments: parts of its path. RequestError names what is wrong with
         its body or with what stands behind the question mark."""
         arguments |= read_query(flask.request.args, self.query)
+        if self.asks == "loaded":
+            with service.borrow(arguments.pop("model", None)) as answering:
+                return self.view(answering, **arguments)
         if self.body is None:
             return self.view(service, **arguments)
-        service.ready(self.kind)
+        service.choose(self.kind, None)                 # early: what it raises needs no body
         if self.may_show:
             flask.request.max_content_length = service.max_body
         with service.memory_for(flask.request.content_length or 0):
@@ -77,7 +86,9 @@ class Endpoint:
                 body = parse_body(flask.request.get_data(cache=False))
                 check(body, self.body)
                 body = {name: value for name, value in body.items() if value is not None}
-                service.ready(self.kind, body.get("model"))
+                if self.asks != "server":
+                    served = service.choose(self.kind, self.name_of(service, body))
+                    service = service.lend(served, body.get("timeout"))
                 if not self.generates:
                     said = self.view(service, body, **arguments)
                     return said if isinstance(said, flask.Response) else flask.jsonify(said)

@@ -7,6 +7,7 @@ import flask
 from werkzeug.exceptions import GatewayTimeout, HTTPException, ServiceUnavailable
 
 from engine.request import ContextExceeded, DeadlineExceeded, EngineStopped, RequestError
+from engine.served import NotLoaded
 
 MAX_BODY = 4 << 20          # bytes of one request: the longest context, as token ids or as escaped text
 MAX_SEEING = 64 << 20       # bytes of one request to a model that sees, where pictures may stand in it
@@ -39,6 +40,8 @@ class ErrorAnswer(NamedTuple):
 
 def explain(error: Exception) -> ErrorAnswer:
     """What a client hears of an error. The text of an unforeseen error is logged, and the client does not hear it."""
+    if isinstance(error, NotLoaded):
+        error = ServiceUnavailable(str(error), retry_after=error.retry_after)
     for kind, told_as in (EngineStopped, ServiceUnavailable), (DeadlineExceeded, GatewayTimeout):
         if isinstance(error, kind):
             error = told_as(str(error))

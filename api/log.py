@@ -44,6 +44,7 @@ class Exchange:
         self.method, self.path = request.method, request.path
         self.status, self.started, self.ended = None, time.perf_counter(), None
         self.generations, self.engine = [], None        # Generations or TextsJobs, and whose
+        self.served = None                              # the model that is lent to this request
         self.experts_before = None
 
     def follow(self, engine, generations: list):

@@ -75,8 +75,9 @@ class Metrics:
 
     def collect(self):
         """The engines' counts. prometheus_client calls this whenever somebody asks."""
-        if self.service.engine is None:
+        if self.service.models is None:
             return
+        yield from self.loads()
         counted = [(engine.name, counts_of(engine)) for engine in self.service.engines]
         usage = "kv_cache_usage_perc", "Share of the KV pages that running requests hold, 1 is all", "kv_used"
         for family, metrics in (GaugeMetricFamily, [*GAUGES, usage]), (CounterMetricFamily, COUNTERS):
@@ -94,6 +95,16 @@ class Metrics:
                     metric.add_metric([model, str(position)], n)
             if metric.samples:
                 yield metric
+
+    def loads(self):
+        """Which models are loaded, and how often those were loaded that are not always."""
+        own = {"labels": ["model_name"]}
+        loaded = GaugeMetricFamily("qengine:model_loaded", "Whether the model is loaded: 1, or 0", **own)
+        loads = CounterMetricFamily("qengine:model_loads", "How often a request had the model loaded", **own)
+        for served in self.service.models.served:
+            loaded.add_metric([served.name], served.state == "loaded")
+            loads.add_metric([served.name], served.n_loads)
+        return loaded, loads
 
     def observe(self, exchange: Exchange):
         if not exchange.generations:

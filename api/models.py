@@ -4,54 +4,65 @@ from werkzeug.exceptions import ServiceUnavailable
 
 from engine.limits import SAMPLING
 from engine.request import Generation, Request
+from engine.served import Facts, Served
 
 from .endpoint import Endpoint
 from .errors import NotFound
-from .fields import one_of
+from .fields import TEXT, one_of
 from .openai import BUILD, PROTOCOL
 
 # llama.cpp's names for numbers of SAMPLING, beside our own.
 THEIR_NAMES = {"max_tokens": "n_predict", "repetition_penalty": "repeat_penalty"}
 
 
+OF_MODEL = {"model": TEXT}      # which of several models is meant, behind a question mark
+
+
 def models(service):
-    service.ready()
-    return {"object": "list", "data": [described(service, engine) for engine in service.engines]}
+    return {"object": "list", "data": [described(service, one) for one in service.ready().served]}
 
 
 def model(service, id: str):
     """Only here does an unknown name matter: every other request is answered by a model of the kind that it needs."""
-    service.ready()
-    found = [engine for engine in service.engines if engine.name == id]
+    found = [one for one in service.ready().served if id in (one.name, *one.aliases)]
     if not found:
         raise NotFound("model", f"the model {id[:80]!r} is not here; /v1/models says what is", "model_not_found")
     return described(service, found[0])
 
 
-def described(service, engine) -> dict:
-    return {"id": engine.name, "object": "model", "created": service.started, "owned_by": "qengine",
-            "kind": engine.kind, "modalities": modalities(engine),
-            "max_model_len": engine.n_ctx,                                          # vLLM's name
-            "meta": {"n_ctx": engine.n_ctx, "n_vocab": engine.tokenizer.n_vocab}}   # llama.cpp's
+def described(service, served: Served) -> dict:
+    facts = served.facts
+    return {"id": facts.name, "object": "model", "created": service.started, "owned_by": "qengine",
+            "aliases": list(served.aliases), "kind": facts.kind, "abilities": abilities(facts),
+            "modalities": modalities(facts), "status": {"value": served.state},     # llama.cpp's router's word
+            "max_model_len": facts.n_ctx,                                           # vLLM's name
+            "meta": {"n_ctx": facts.n_ctx, "n_vocab": facts.tokenizer.n_vocab}}     # llama.cpp's
+
+
+def abilities(facts: Facts) -> list[str]:
+    """What a model can be asked for."""
+    can = {"chat": facts.kind == "text" and facts.template is not None, "completion": facts.kind == "text",
+           "pictures": facts.sees, "embeddings": facts.kind == "embedding", "reranking": facts.kind == "reranking"}
+    return [name for name in can if can[name]]
+
+
+def modalities(facts: Facts) -> dict:
+    """What a model takes beside text, as llama.cpp has it."""
+    return {"vision": facts.sees, "audio": False}
 
 
 def sees(engine) -> bool:
-    """Whether a model takes pictures."""
+    """Whether the model of an engine takes pictures."""
     return engine.kind == "text" and engine.eyes is not None
-
-
-def modalities(engine) -> dict:
-    """What a model takes beside text, as llama.cpp has it."""
-    return {"vision": sees(engine), "audio": False}
 
 
 def props(service):
     """What a client that speaks llama.cpp's dialect asks before it talks. model_path is a name without directories."""
-    engine = service.ready()
+    engine = service.engine
     tokenizer, template = engine.tokenizer, engine.template
     return {"default_generation_settings": slot(service, 0), "total_slots": n_slots(engine),
             "model_alias": engine.name, "model_path": engine.name,
-            "chat_template": template.source if template else "", "modalities": modalities(engine),
+            "chat_template": template.source if template else "", "modalities": modalities(service.served.facts),
             "eos_token": tokenizer.decode([min(tokenizer.eos_ids)], special=True),
             "build_info": BUILD, "is_sleeping": False}
 
@@ -59,7 +70,7 @@ def props(service):
 def slots(service, fail_on_no_slot: str = "0"):
     """What runs, one request in each slot, the oldest first; slots of the engine have no other order. Texts of requests
     are shown only with --log-prompts: everybody who may ask sees all slots."""
-    engine = service.ready()
+    engine = service.engine
     n = n_slots(engine)
     with service.changed:
         running = [generation for generation, _ in service.open.values() if is_open(generation)][:n]
@@ -102,6 +113,7 @@ def slot(service, index: int, generation=None) -> dict:
 ENDPOINTS = [Endpoint("GET", "/v1/models", "The models that are served", models, PROTOCOL),
              Endpoint("GET", "/v1/models/{id}", "The model of this name", model, PROTOCOL),
              Endpoint("GET", "/models", "The models that are served (llama.cpp)", models, PROTOCOL),
-             Endpoint("GET", "/props", "The server's settings (llama.cpp)", props, PROTOCOL),
+             Endpoint("GET", "/props", "The server's settings (llama.cpp)", props, PROTOCOL, query=OF_MODEL,
+                      asks="loaded"),
              Endpoint("GET", "/slots", "What runs (llama.cpp)", slots, PROTOCOL,
-                      query={"fail_on_no_slot": one_of("0", "1")})]
+                      query={"fail_on_no_slot": one_of("0", "1")} | OF_MODEL, asks="loaded")]

@@ -16,8 +16,10 @@ import time
 
 import flask
 
-from engine.pooling import MOST_TEXTS
+from engine.pooling import MOST_TEXTS, PoolingEngine
 from engine.request import Request, RequestError
+from engine.served import Facts, Served
+from engine.text_engine import TextEngine
 
 from . import chat
 from .embeddings import DIMENSIONS, embed
@@ -25,7 +27,6 @@ from .endpoint import Endpoint, WireProtocol
 from .errors import ErrorAnswer, explain
 from .fields import ANYTHING, BOOL, SAMPLED, TEXT, either, list_of, object_of, one_of
 from .grammar import Rules, Shape
-from .models import sees
 from .openai import CALL, ID, MAX_LOGPROBS, MAX_STOPS, OBJECT, STOP, TOOL, ChatChoice, read_tools
 from .pictures import Sent, content_of
 from .reply import Call, Content, Message, Thought, cause_of, kept_alive, whole
@@ -101,7 +102,7 @@ def generate(service, body: dict):
     if not prompt and not images:
         return loaded(service, body, said_in_text)
     system, context = body.get("system"), body.get("context", [])
-    is_raw = body.get("raw") or service.ready().template is None
+    is_raw = body.get("raw") or service.engine.template is None
     if body.get("raw") and (system or context):
         raise RequestError("raw", "'raw' takes the prompt as it is, without 'system' and 'context'")
     if is_raw and images:
@@ -135,7 +136,7 @@ def loaded(service, body: dict, said) -> dict:
 
 def maker(service, body: dict, said):
     """Makes the request and the answer of a turn. said: `said_in_chat` or `said_in_text`."""
-    begun, context, options = time.perf_counter(), body.get("context", []), read_options(service, body)
+    begun, context, options = service.begun, body.get("context", []), read_options(service, body)
     is_logged = body.get("logprobs", False)
     if body.get("top_logprobs") and not is_logged:
         raise RequestError("top_logprobs", "'top_logprobs' needs 'logprobs' to be true")
@@ -154,7 +155,7 @@ def maker(service, body: dict, said):
 def read_options(service, body: dict) -> dict:
     """Arguments of Request. The body overrules the command line."""
     options = {name: value for name, value in body.get("options", {}).items() if value is not None}
-    n_ctx = service.ready().n_ctx
+    n_ctx = service.engine.n_ctx
     if options.get("num_ctx", 0) > n_ctx:
         raise RequestError("options.num_ctx", f"'options.num_ctx' asks for {options['num_ctx']} tokens of context, and "
                                               f"the server has {n_ctx} (--ctx)")
@@ -196,7 +197,7 @@ def read_content(images: list[str], text: str, field: str) -> str | list[dict]:
 
 def raw_turn(service, prompt: str, conversation: chat.Conversation) -> chat.Turn:
     """A prompt as it is, without a template; the answer is text, whatever it holds."""
-    engine = service.ready()
+    engine = service.engine
     rules = chat.rules_of(Rules(engine.tokenizer.tags, "content"), None, conversation)
     return chat.Turn({"prompt_ids": engine.encode(prompt)} | rules, Verbatim)
 
@@ -214,19 +215,18 @@ class Verbatim:
 
 
 def embed_texts(service, body: dict):
-    begun, engine = time.perf_counter(), service.ready("embedding", body["model"])
+    begun, engine = service.begun, service.engine
 
     def said(job, rows):
         times = {"total_duration": time.perf_counter() - begun, "load_duration": job.started - begun}
         return {"model": tag(engine), "embeddings": rows.astype(float).tolist(),
                 **{name: round(seconds * 1e9) for name, seconds in times.items()}, "prompt_eval_count": job.n_prompt}
 
-    return embed(service, engine, body, "input", said)
+    return embed(service, body, "input", said)
 
 
 def embed_prompt(service, body: dict):
-    engine = service.ready("embedding", body["model"])
-    return embed(service, engine, body, "prompt", lambda job, rows: {"embedding": rows[0].astype(float).tolist()})
+    return embed(service, body, "prompt", lambda job, rows: {"embedding": rows[0].astype(float).tolist()})
 
 
 # ---- what is answered ------------------------------------------------------------------------------------
@@ -340,9 +340,9 @@ def said_in_text(text: str, thought: str, calls: list[dict]) -> dict:
 # ---- what the server has ---------------------------------------------------------------------------------
 
 
-def tag(engine) -> str:
-    """The name of the engine's model with a tag behind it, as Ollama's clients write names."""
-    name = engine.name
+def tag(facts: Facts | TextEngine | PoolingEngine) -> str:
+    """The name of a model with a tag behind it, as Ollama's clients write names."""
+    name = facts.name
     return name if ":" in name else f"{name}:latest"
 
 
@@ -356,11 +356,11 @@ def shown_time(seconds: float) -> str:
     return when.isoformat(timespec="microseconds").replace("+00:00", "Z")
 
 
-def model_of(engine) -> dict:
+def model_of(facts: Facts) -> dict:
     """What lists say of a model. Its digest stands for the file and is not the file's: that takes minutes to read."""
-    details = engine.details
-    said = json.dumps([engine.name, details.n_parameters, details.n_bytes, details.modified, details.metadata])
-    return {"name": tag(engine), "model": tag(engine), "modified_at": shown_time(details.modified),
+    details = facts.details
+    said = json.dumps([facts.name, details.n_parameters, details.n_bytes, details.modified, details.metadata])
+    return {"name": tag(facts), "model": tag(facts), "modified_at": shown_time(details.modified),
             "size": details.n_bytes, "digest": hashlib.sha256(said.encode()).hexdigest(), "details": family_of(details)}
 
 
@@ -373,35 +373,35 @@ def family_of(details) -> dict:
 
 
 def tags(service):
-    service.ready()
-    return {"models": [model_of(engine) for engine in service.engines]}
+    return {"models": [model_of(one.facts) for one in service.ready().served]}
 
 
 def ps(service):
-    def running(engine):
-        model = model_of(engine)
-        return model | {"expires_at": NEVER, "size_vram": model["size"], "context_length": engine.n_ctx}
+    return {"models": [running(one) for one in service.ready().served if one.state == "loaded"]}
 
-    service.ready()
-    return {"models": [running(engine) for engine in service.engines]}
+
+def running(served: Served) -> dict:
+    facts, left = served.facts, served.seconds_left()
+    model, ends = model_of(facts), NEVER if left == math.inf else shown_time(time.time() + left)
+    return model | {"expires_at": ends, "size_vram": model["size"], "context_length": facts.n_ctx}
 
 
 def show(service, body: dict):
     """What the model's file says. The context length is that of the server, in which prompts have to fit."""
-    engine = next(iter(service.named(body.get("model") or body.get("name"))), service.engine)
-    template, metadata = engine.template.source if engine.template else "", engine.details.metadata
+    facts = service.choose(None, body.get("model") or body.get("name")).facts
+    template, metadata = facts.template.source if facts.template else "", facts.details.metadata
     model_info = {key: value for key, value in metadata.items()
                   if key != "tokenizer.chat_template" and not (isinstance(value, float) and not math.isfinite(value))}
-    model_info |= {"general.parameter_count": engine.details.n_parameters,
-                   f"{metadata['general.architecture']}.context_length": engine.n_ctx}
-    is_text = engine.kind == "text"
+    model_info |= {"general.parameter_count": facts.details.n_parameters,
+                   f"{metadata['general.architecture']}.context_length": facts.n_ctx}
+    is_text = facts.kind == "text"
     can = {"completion": is_text, "tools": is_text and form_of(template) is not None,
-           "thinking": is_text and "</think>" in template, "vision": sees(engine),
-           "embedding": engine.kind == "embedding"}
-    return {"license": str(metadata.get("general.license", "")), "modelfile": f"FROM {tag(engine)}\n",
-            "parameters": f"num_ctx {engine.n_ctx}", "template": template, "details": family_of(engine.details),
+           "thinking": is_text and "</think>" in template, "vision": facts.sees,
+           "embedding": facts.kind == "embedding"}
+    return {"license": str(metadata.get("general.license", "")), "modelfile": f"FROM {tag(facts)}\n",
+            "parameters": f"num_ctx {facts.n_ctx}", "template": template, "details": family_of(facts.details),
             "model_info": model_info, "capabilities": [name for name in can if can[name]],
-            "modified_at": shown_time(engine.details.modified)}
+            "modified_at": shown_time(facts.details.modified)}
 
 
 def version(service):
@@ -419,5 +419,6 @@ ENDPOINTS = [
              generates=True, kind="embedding"),
     Endpoint("GET", "/api/tags", "The models that are served", tags, PROTOCOL),
     Endpoint("GET", "/api/ps", "The models that are loaded", ps, PROTOCOL),
-    Endpoint("POST", "/api/show", "What a model's file says of it", show, PROTOCOL, SHOW),
+    Endpoint("POST", "/api/show", "What a model's file says of it", show, PROTOCOL, SHOW,
+             asks="server"),
     Endpoint("GET", "/api/version", "The version of Ollama whose API this is", version, PROTOCOL)]

@@ -14,7 +14,7 @@ from werkzeug.exceptions import NotFound
 from .endpoint import Endpoint
 from .fields import TEXT
 from .log import experts_used
-from .models import is_open, n_slots
+from .models import OF_MODEL, is_open, n_slots
 from .openai import PROTOCOL
 
 FOLDER = Path(__file__).with_name("web")        # page.html, what it consists of, and libraries of others in vendor/
@@ -62,7 +62,7 @@ def part_of_page(name: str) -> str:
 def pipes(service):
     """What a decode step did on an emulated card: the next step, or the one that was counted last. 204 before the first
     counted step, 404 where steps cannot be counted."""
-    engine = service.ready()
+    engine = service.engine
     if not (engine.kind == "text" and engine.counts_pipes):
         raise NotFound()
     counted = engine.count_pipes()
@@ -71,7 +71,7 @@ def pipes(service):
 
 def experts(service):
     """How many experts decode steps have used since the start, and how many of these lay on cards. 404 if all do."""
-    used = experts_used(service.ready())
+    used = experts_used(service.engine)
     if used is None:
         raise NotFound()
     return dict(zip(("hits", "used"), used))
@@ -86,11 +86,13 @@ def waiting(service, request: str = ""):
            for generation in exchange.generations if generation in generations]
     if not own:
         return flask.Response(status=204)
-    return {"ahead": max(0, generations.index(own[0]) + 1 - n_slots(service.ready()))}
+    return {"ahead": max(0, generations.index(own[0]) + 1 - n_slots(service.engine))}
 
 
 ENDPOINTS = [Endpoint("GET", "/", "The chat page", page, PROTOCOL),
-             Endpoint("GET", "/pipes", "What each pipe of an emulated card did in a step", pipes, PROTOCOL),
-             Endpoint("GET", "/experts", "How many experts of answers lay on the cards", experts, PROTOCOL),
+             Endpoint("GET", "/pipes", "What each pipe of an emulated card did in a step", pipes, PROTOCOL,
+                      query=OF_MODEL, asks="loaded"),
+             Endpoint("GET", "/experts", "How many experts of answers lay on the cards", experts, PROTOCOL,
+                      query=OF_MODEL, asks="loaded"),
              Endpoint("GET", "/waiting", "How many requests are before one that waits", waiting, PROTOCOL,
-                      query={"request": TEXT})]
+                      query={"request": TEXT} | OF_MODEL, asks="loaded")]

@@ -9,13 +9,14 @@ import flask
 from engine import images
 from engine.guard import GUARD
 from engine.request import Fault, RequestError
+from engine.served import Served
 
 from . import chat, openai
 from .endpoint import Endpoint
 from .errors import MAX_BODY
 from .fields import BOOL, TEXT, list_of, object_of
 from .log import experts_used
-from .models import sees
+from .models import OF_MODEL
 from .openai import PROTOCOL
 
 
@@ -27,8 +28,7 @@ BLOCK = 1 << 12             # tokens that are written at once
 
 def tokenize(service, body: dict):
     field, text, sent = text_of(service, body)
-    name = body.get("model")
-    engine = service.engine_for("text", name) if field == "messages" else service.meant(name)
+    engine = service.engine
     if (n_bytes := len(text.encode())) > MAX_BYTES:
         raise RequestError(field, f"'{field}' has {n_bytes} bytes as UTF-8, and may have {MAX_BYTES}")
     add_special = body.get("add_special", False) if field == "content" else body.get("add_special_tokens", True)
@@ -77,7 +77,7 @@ def text_or_bytes(piece: bytes) -> str | list[int]:
 
 
 def detokenize(service, body: dict):
-    tokenizer, ids = service.meant(body.get("model")).tokenizer, body["tokens"]
+    tokenizer, ids = service.engine.tokenizer, body["tokens"]
     n_bytes = sum(len(tokenizer.pieces[token]) for token in ids if 0 <= token < tokenizer.n_vocab)
     if n_bytes > MAX_BODY:
         raise RequestError("tokens", f"the text of 'tokens' has {n_bytes} bytes, and may have {MAX_BODY}")
@@ -90,7 +90,7 @@ def detokenize(service, body: dict):
 
 def tokenizer_info(service):
     """The tokenizer in the words of a tokenizer_config.json, as vLLM's endpoint of this name has it."""
-    engine = service.ready()
+    engine = service.engine
     tokenizer, template = engine.tokenizer, engine.template
 
     def text(ids):
@@ -109,25 +109,34 @@ def apply_template(service, body: dict):
 
 
 def health(service):
-    """Whether the main model can answer, and why not. Of each card: its name, and its first and last layer. Of the
-    models beside it: what they are, where, and why one has failed; the others go on. sees: how many pixels of a picture
-    the model takes, and how many pictures of a request, if it takes any."""
-    engine = service.engine
+    """Whether the first model can answer, and why not. Of each card: its name, and its first and last layer. Of the
+    models beside it: what they are, where, whether they are loaded, and why one has failed; the others go on. sees: how
+    many pixels of a picture the first model takes, and how many pictures of a request, if it takes any."""
     lost = {"lost": [told_of(fault) for fault in service.lost]} if service.lost else {}
     if service.is_draining:
         return {"status": "draining"}, 503
-    if engine is None or service.is_loading:
+    if service.models is None or service.is_loading:
         return {"status": "loading", **lost}, 503
-    side = [{"model": one.name, "kind": one.kind, "cards": cards_of(one), **failure_of(one)} for one in service.side]
-    beside = {"side": side} if side else {}
+    first, *others = service.models.served
+    beside = {"side": [beside_first(one) for one in others]} if others else {}
+    engine = first.engine                       # it may be put away meanwhile
+    if engine is None:
+        return {"status": "ok", "model": first.name, "state": first.state, "cards": [], **beside, **lost,
+                "counts_pipes": False, "counts_experts": False}
     if engine.reason is not None:
         return {"status": "error", **failure_of(engine), **beside}, 503
-    if sees(engine):
+    if engine.kind == "text" and engine.eyes is not None:
         limits = engine.eyes.limits
         beside["sees"] = {"pixels": limits.max_tokens * images.BLOCK**2, "pictures": limits.most_pictures}
-    return {"status": "ok", "model": engine.name, "cards": cards_of(engine), **beside, **lost,
+    return {"status": "ok", "model": engine.name, "state": first.state, "cards": cards_of(engine), **beside, **lost,
             "counts_pipes": engine.kind == "text" and engine.counts_pipes,
             "counts_experts": experts_used(engine) is not None}
+
+
+def beside_first(served: Served) -> dict:
+    engine = served.engine
+    where = {"cards": []} if engine is None else {"cards": cards_of(engine), **failure_of(engine)}
+    return {"model": served.name, "kind": served.kind, "state": served.state, **where}
 
 
 def cards_of(engine) -> list[dict]:
@@ -155,7 +164,8 @@ ENDPOINTS = [
          "model": TEXT, "add_special_tokens": BOOL, "return_token_strs": BOOL, **CONVERSATION}), may_show=True),
     Endpoint("POST", "/detokenize", "The text of token ids", detokenize, PROTOCOL, object_of(
         {"tokens": list_of({"type": "integer"}, 0, MAX_IDS), "model": TEXT}, ["tokens"])),
-    Endpoint("GET", "/tokenizer_info", "Special tokens and the chat template", tokenizer_info, PROTOCOL),
+    Endpoint("GET", "/tokenizer_info", "Special tokens and the chat template", tokenizer_info, PROTOCOL,
+             query=OF_MODEL, asks="loaded"),
     Endpoint("POST", "/apply-template", "The prompt of a conversation", apply_template, PROTOCOL, object_of(
-        CONVERSATION, ["messages"]), kind="text", may_show=True),
+        CONVERSATION | {"model": TEXT}, ["messages"]), kind="text", may_show=True),
     Endpoint("GET", "/health", "Whether the server can answer", health, PROTOCOL)]

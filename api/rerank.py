@@ -31,7 +31,7 @@ MAX_LETTERS = MAX_BODY      # of all pairs: each holds the query, so a small bod
 
 
 def rerank(service, body: dict):
-    engine = service.ready("reranking", body.get("model"))
+    engine = service.engine
     query, instruction, documents = body["query"], body.get("instruction"), body["documents"]
     texts = [document if isinstance(document, str) else document["text"] for document in documents]
     check_letters(query + (instruction or ""), texts)
@@ -42,7 +42,7 @@ def rerank(service, body: dict):
         request = TextsRequest(ids, timeout=body.get("timeout"), field="documents")
         return [request], Answer(lambda job, rows: answer(engine.name, body, job, rows[:, 0], scissors.warnings()))
 
-    return service.respond(1, prepare, False, engine)
+    return service.respond(1, prepare, False)
 
 
 class Scissors:

@@ -346,7 +346,7 @@ def read_thoughts(item: dict, i: int) -> str:
 def shortened(service, conversation: chat.Conversation) -> chat.Conversation:
     """The conversation without its oldest turns, where it is too long: as many go as have to, so that an eighth of the
     context is left for the answer. What the system says first stays, and so does the last turn."""
-    messages, most = chat.join_system(conversation.messages), service.ready().n_ctx * 7 // 8
+    messages, most = chat.join_system(conversation.messages), service.engine.n_ctx * 7 // 8
     n_system = int(messages[0]["role"] == "system")
     starts = [i for i, message in enumerate(messages) if message["role"] == "user"]
 

@@ -1,7 +1,8 @@
-"""The server without its sockets: open requests, their clients, and the Flask app over them.
+"""The server without its sockets: its models, open requests, their clients, and the Flask app over them.
 
 The files of the protocols (openai.py, anthropic.py, ...) translate HTTP bodies into Requests, and Deltas into answers;
-the engine does the rest.
+the engine does the rest. Which engine that is, is settled in one place (endpoint.py): a request goes by its `model`,
+and what answers it sees the service as an `Answering`, with that one engine.
 """
 
 import contextlib
@@ -13,10 +14,12 @@ import flask
 from werkzeug.exceptions import ServiceUnavailable, TooManyRequests
 
 from engine.images import Picture
-from engine.request import EngineStopped
-from engine.template import end_rendering
+from engine.patience import too_late
 from engine.pooling import PoolingEngine
-from engine.text_engine import ABILITIES, TextEngine, wrong_kind
+from engine.request import DeadlineExceeded
+from engine.served import Defaults, Models, Served
+from engine.template import end_rendering
+from engine.text_engine import ABILITIES, TextEngine
 
 from . import log, metrics, openapi
 from .access import Access
@@ -34,19 +37,19 @@ MAX_LARGE = 4 * MAX_SEEING  # bytes of all bodies together that are larger than 
 NAMED_BY = {"text": "-m", "embedding": "--embedding-model", "reranking": "--reranking-model"}
 
 
+# The protocols say that the temperature is 1. Request's own defaults are for experiments: greedy, never cut short.
+SAMPLING_DEFAULTS = {"temperature": 1.0, "repetition_guard": True}
+
+
 class Service:
     """What the HTTP endpoints share.
 
-    engine: of the main model, which may be of any kind. None while it loads; the answer is then 503. side: the engines
-    beside it. sampling: fields of Request, for what an HTTP request leaves out; thinking: the default of the template's
-    enable_thinking; template_kwargs: of its other variables. max_requests: how many requests may be open at once.
-    fetches: whether pictures of the web are fetched for clients.
+    models: those that answer. None while they are loaded at the start; the answer is then 503. max_requests: how many
+    requests may be open at once. fetches: whether pictures of the web are fetched for clients.
     """
 
-    def __init__(self, engine: TextEngine | PoolingEngine | None, side: list[PoolingEngine], sampling: dict,
-                 thinking: bool | None, template_kwargs: dict, max_requests: int, fetches: bool = False):
-        self.engine, self.side, self.max_requests = engine, side, max_requests
-        self.sampling, self.thinking, self.template_kwargs = sampling, thinking, template_kwargs
+    def __init__(self, models: Models | None, max_requests: int, fetches: bool = False):
+        self.models, self.max_requests = models, max_requests
         self.started = int(time.time())
         self.changed = threading.Condition()        # guards what follows
         self.open = {}      # id -> (Generation or TextsJob, function: has its client hung up?)
@@ -54,79 +57,73 @@ class Service:
         self.n_large = 0                            # bytes of bodies that `memory_for` keeps memory for
         self.is_draining = False                    # requests with a body are refused; the open ones go on
         self.closing = False
-        self.is_loading = False                     # another engine is being loaded, because `engine` has failed
+        self.is_loading = False                     # another engine is being loaded, because the first one has failed
         self.lost = []                              # the Faults of the cards that the server goes on without
         self.stored = Stored()                      # responses, for /v1/responses
         self.pictures = Pictures(Fetcher() if fetches else None)    # those of requests
         self.log = self.metrics = None              # a RequestLog and Metrics, set by create_app
         threading.Thread(target=self.watch, name="client watcher", daemon=True).start()
 
-    def ready(self, kind: str | None = None, name: str | None = None) -> TextEngine | PoolingEngine:
-        """The engine of this kind; None: that of the main model, whatever it is. name: of a model, as the request has
-        it. Raises ServiceUnavailable or EngineStopped, both of which are answered 503; RequestError where there is no
-        such engine."""
-        if self.engine is None or self.is_loading:
-            raise ServiceUnavailable("the model is still loading", retry_after=5)
-        engine = self.engine if kind is None else self.engine_for(kind, name)
-        if engine.reason is not None:
-            raise EngineStopped(engine.reason)
-        return engine
+    # ---- models -------------------------------------------------------------------------------------------
 
-    def engine_for(self, kind: str, name: str | None) -> TextEngine | PoolingEngine:
-        """The engine of this kind. A name that no model here has is as good as none. Raises RequestError if the model
-        of that name is of another kind; NotFound if no model here is of the kind."""
-        named = self.named(name)
-        fitting = [engine for engine in named or self.engines if engine.kind == kind]
-        if fitting:
-            return fitting[0]
-        if named:
-            raise wrong_kind(named[0], kind)
-        raise NotFound("model", f"no model of this server can {ABILITIES[kind]}: {NAMED_BY[kind]} names one",
-                       "model_not_found")
+    @property
+    def engine(self) -> TextEngine | PoolingEngine | None:
+        """That of the first model; None while it is not loaded."""
+        return self.models and self.models.first.engine
 
     @property
     def engines(self) -> list:
-        """All engines, that of the main model first."""
-        return [self.engine, *self.side]
+        """Of the models that are loaded."""
+        return self.models.engines if self.models else []
 
-    def named(self, name: str | None) -> list:
-        """The engines whose models have this name, which Ollama's clients write with a tag."""
-        return [engine for engine in self.engines if name in (engine.name, f"{engine.name}:latest")]
+    def ready(self) -> Models:
+        """The models. Raises ServiceUnavailable where the server has just been started, or makes up for a failure."""
+        if self.models is None or self.is_loading:
+            raise ServiceUnavailable("the model is still loading", retry_after=5)
+        return self.models
 
-    def meant(self, name: str | None) -> TextEngine | PoolingEngine:
-        """The engine whose model has this name; that of the main model where none has."""
-        return next(iter(self.named(name)), self.engine)
+    def choose(self, kind: str | None, name: str | None) -> Served:
+        """The model that a request means, see `Models.choose`. Raises NotFound if no model is of the kind."""
+        served = self.ready().choose(kind, name)
+        if served is None:
+            raise NotFound("model", f"no model of this server can {ABILITIES[kind]}: {NAMED_BY[kind]} names one",
+                           "model_not_found")
+        return served
 
-    def respond(self, n: int, prepare, stream: bool, engine: PoolingEngine | None = None):
-        """Submits n requests and returns the HTTP response to them. engine: by default that of the main model.
+    def lend(self, served: Served, timeout: float | None = None) -> "Answering":
+        """The service for the current HTTP request, with the engine of a model, which is loaded if need be. The model
+        stays until the last byte of the answer is written. timeout: seconds that the request allows. Raises as
+        `Models.lend` does; DeadlineExceeded."""
+        begun, gone, exchange = time.perf_counter(), client_watch(), flask.g.exchange
 
-        prepare() gives (requests, answer). It is called after the n places were taken, since it may take long. answer
-        writes what a protocol says of the generations: answer.whole(generations) gives a JSON object,
-        answer.events(generations) the server-sent events of a stream, errors included.
-        """
-        generations, answer = self.submit(n, prepare, engine)
-        if stream:
-            response = flask.Response(answer.events(generations), mimetype="text/event-stream", headers={
-                "Cache-Control": "no-cache", "X-Accel-Buffering": "no"})    # nginx passes each event on at once
-            # A `finally` in events() would not do: a generator that was never started does not run its `finally`.
-            response.call_on_close(lambda: self.release(generations))
-            return response
-        with contextlib.ExitStack() as stack:
-            stack.callback(self.release, generations)
-            said = answer.whole(generations)
-            if not isinstance(said, flask.Response):
-                return flask.jsonify(said)
-            said.call_on_close(stack.pop_all().close)       # its text is written row by row, and takes seconds
-            return said
+        def go_on():
+            if self.closing or gone():
+                raise ServiceUnavailable("the client has gone, or the server is shutting down")
+            if timeout is not None and time.perf_counter() - begun > timeout:
+                raise DeadlineExceeded(too_late(timeout))
 
-    def read_pictures(self, sent: list[Sent], timeout: float | None) -> list[Picture]:
-        """The pictures of the current HTTP request, as `Pictures.read` has them. timeout: seconds that it may take."""
-        patience = patience_for(timeout, client_watch())
-        return self.pictures.read(self.ready().eyes, sent, patience, flask.g.exchange)
+        engine = self.models.lend(served, go_on)
+        exchange.served = served
+        return Answering(self, served, engine, begun)
+
+    @contextlib.contextmanager
+    def borrow(self, name: str | None):
+        """The service with the engine of the model of this name, as it is loaded, while the `with` body runs."""
+        served = self.choose(None, name)
+        engine = self.models.borrow(served)
+        try:
+            yield Answering(self, served, engine, time.perf_counter())
+        finally:
+            self.models.give_back(served, is_use=False)
+
+    def give_back(self, exchange: log.Exchange):
+        """An HTTP request has ended, and needs its model no longer."""
+        if exchange.served is not None:
+            self.models.give_back(exchange.served)
 
     def text_of(self, ids, engine=None) -> str:
         """The text of token ids, special ones included, with one token for each picture. engine: whose they are, by
-        default that of the main model."""
+        default that of the first model."""
         engine = engine or self.engine
         if sees(engine):
             ids = [token for token, before in zip(ids, [None, *ids]) if not token == before == engine.eyes.pad]
@@ -134,8 +131,8 @@ class Service:
 
     @property
     def max_body(self) -> int:
-        """Bytes that a request may have: more where the model sees, since a picture has megabytes."""
-        return MAX_SEEING if self.engine is not None and sees(self.engine) else MAX_BODY
+        """Bytes that a request may have: more where a model sees, since a picture has megabytes."""
+        return MAX_SEEING if self.models and any(one.facts.sees for one in self.models.served) else MAX_BODY
 
     # ---- open requests ------------------------------------------------------------------------------------
 
@@ -175,30 +172,13 @@ class Service:
             with self.changed:
                 self.n_large -= n_bytes
 
-    def submit(self, n: int, prepare, engine: PoolingEngine | None = None) -> tuple:
-        """Hands n requests to the engine, all of them or none; returns (generations, answer). From then on their
-        generations are open, and their client is watched. prepare, engine: see `respond`."""
-        gone = client_watch()
-        generations, started = [], time.perf_counter()
-        try:
-            with self.places(n):
-                requests, answer = prepare()        # a grammar takes long, here and in the engine
-                for request in requests:
-                    generations.append((engine or self.ready()).submit(request))
-                    if request.timeout is not None:         # it counts what `prepare` took, too
-                        generations[-1].deadline = started + request.timeout
-        except BaseException as error:
-            self.release(generations)
-            if isinstance(error, Exception):
-                raise
-            raise RuntimeError(f"a library failed: {error!r}") from error   # a panic in Rust
+    def follow(self, generations: list, gone):
+        """From now on generations are open, and their client is watched. gone(): has it hung up?"""
         with self.changed:
             self.open |= {id(generation): (generation, gone) for generation in generations}
             if self.closing:
                 self.release(generations)
             self.changed.notify_all()
-        flask.g.exchange.follow(engine or self.engine, generations)
-        return generations, answer
 
     def release(self, generations):
         """Ends generations, whether they have finished or not, and gives their places back."""
@@ -241,10 +221,73 @@ class Service:
             while (self.open or self.n_entering) and (left := end - time.monotonic()) > 0:
                 if self.n_entering:             # again and again: the next one may begin after this
                     end_rendering()
-                    if self.engine is not None and sees(self.engine):
-                        self.engine.eyes.close()
+                    for engine in filter(sees, self.engines):
+                        engine.eyes.close()
                 self.changed.wait(min(left, POLL_SECONDS))
             return not (self.open or self.n_entering)
+
+
+class Answering:
+    """The service as one HTTP request sees it: with the engine that answers it, and the defaults of its model. What is
+    not here is the service's.
+
+    begun: when the request's time began, by time.perf_counter().
+    """
+
+    def __init__(self, service: Service, served: Served, engine: TextEngine | PoolingEngine, begun: float):
+        self._service, self.served, self.engine, self.begun = service, served, engine, begun
+        self.sampling = SAMPLING_DEFAULTS | served.defaults.sampling
+        self.thinking, self.template_kwargs = served.defaults.thinking, served.defaults.template_kwargs
+
+    def __getattr__(self, name):
+        return getattr(self._service, name)
+
+    def respond(self, n: int, prepare, stream: bool):
+        """Submits n requests and returns the HTTP response to them.
+
+        prepare() gives (requests, answer). It is called after the n places were taken, since it may take long. answer
+        writes what a protocol says of the generations: answer.whole(generations) gives a JSON object,
+        answer.events(generations) the server-sent events of a stream, errors included.
+        """
+        generations, answer = self.submit(n, prepare)
+        if stream:
+            response = flask.Response(answer.events(generations), mimetype="text/event-stream", headers={
+                "Cache-Control": "no-cache", "X-Accel-Buffering": "no"})    # nginx passes each event on at once
+            # A `finally` in events() would not do: a generator that was never started does not run its `finally`.
+            response.call_on_close(lambda: self.release(generations))
+            return response
+        with contextlib.ExitStack() as stack:
+            stack.callback(self.release, generations)
+            said = answer.whole(generations)
+            if not isinstance(said, flask.Response):
+                return flask.jsonify(said)
+            said.call_on_close(stack.pop_all().close)       # its text is written row by row, and takes seconds
+            return said
+
+    def submit(self, n: int, prepare) -> tuple:
+        """Hands n requests to the engine, all of them or none; returns (generations, answer). From then on their
+        generations are open, and their client is watched. prepare: see `respond`."""
+        generations = []
+        try:
+            with self.places(n):
+                requests, answer = prepare()        # a grammar takes long, here and in the engine
+                for request in requests:
+                    generations.append(self.engine.submit(request))
+                    if request.timeout is not None:     # it counts loading and what `prepare` took, too
+                        generations[-1].deadline = self.begun + request.timeout
+        except BaseException as error:
+            self.release(generations)
+            if isinstance(error, Exception):
+                raise
+            raise RuntimeError(f"a library failed: {error!r}") from error   # a panic in Rust
+        self.follow(generations, client_watch())
+        flask.g.exchange.follow(self.engine, generations)
+        return generations, answer
+
+    def read_pictures(self, sent: list[Sent], timeout: float | None) -> list[Picture]:
+        """The pictures of the current HTTP request, as `Pictures.read` has them. timeout: seconds that it may take."""
+        patience = patience_for(timeout, client_watch())
+        return self.pictures.read(self.engine.eyes, sent, patience, flask.g.exchange)
 
 
 def client_watch():
@@ -255,24 +298,26 @@ def client_watch():
 def create_app(engine: TextEngine | PoolingEngine | None = None, side=(), *, sampling: dict | None = None,
                thinking: bool | None = None, template_kwargs: dict | None = None, max_requests: int = MAX_WAITING,
                keys=(), origins=(), host: str = "127.0.0.1", log_prompts: bool = False,
-               fetches: bool = False) -> flask.Flask:
+               fetches: bool = False, models: Models | None = None) -> flask.Flask:
     """The Flask app over `engine`; app.extensions["qengine"] is its Service.
 
-    Without an engine the app answers 503 until its service is given one, so it may listen while the model loads.
-    side, sampling, thinking, template_kwargs, max_requests, fetches: see `Service`. keys: API keys; where there are
-    any, a request must bring one. origins: of web pages that may ask, "*" for all. host: the address that the server is
-    going to listen on. log_prompts: put the text of prompts into the log of requests.
+    Without an engine the app answers 503 until its service is given `models`, so it may listen while they load.
+    side: engines of models beside the first. sampling, thinking, template_kwargs: the Defaults of all these. models: to
+    be given instead of engines. max_requests, fetches: see `Service`. keys: API keys; where there are any, a request
+    must bring one. origins: of web pages that may ask, "*" for all. host: the address that the server is going to
+    listen on. log_prompts: put the text of prompts into the log of requests.
     """
-    # The protocols say that the temperature is 1. Request's own defaults are for experiments: greedy, never cut short.
-    defaults = {"temperature": 1.0, "repetition_guard": True} | (sampling or {})
-    service = Service(engine, list(side), defaults, thinking, template_kwargs or {}, max_requests, fetches)
+    if engine is not None:
+        defaults = Defaults(sampling or {}, thinking, template_kwargs or {})
+        models = Models([Served(one, defaults=defaults) for one in (engine, *side)])
+    service = Service(models, max_requests, fetches)
     app = flask.Flask("qengine", static_folder=None)
     app.extensions["qengine"] = service
     app.config["MAX_CONTENT_LENGTH"] = MAX_BODY         # Endpoint.answer allows more where pictures may come
     app.json.sort_keys = False
 
     service.metrics = metrics.Metrics(service)
-    observers = [service.pictures.release, service.metrics.observe]
+    observers = [service.pictures.release, service.give_back, service.metrics.observe]
     service.log = log.RequestLog(observers, service.text_of if log_prompts else None)
     service.log.install(app)
     Access(keys, origins, host).install(app)

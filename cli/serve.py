@@ -11,6 +11,7 @@ from api.log import on_stderr
 from api.service import MAX_WAITING, Service, create_app
 from api.tls import read_certificate
 from engine.request import Fault, ModelError, RequestError
+from engine.served import Defaults, Models, Served
 from kernels.card import CardError
 from kernels.compile import CompileError
 
@@ -25,8 +26,7 @@ def run_server(options, sampling: dict, wishes: Wishes) -> int:
     keys = read_keys(options.api_key, options.api_key_file)
     origins = [read_origin(text) for text in options.cors]
     tls = read_certificate(options.tls_cert, options.tls_key) if options.tls_cert else None
-    app = create_app(sampling=sampling, thinking=wishes.thinking, template_kwargs=wishes.template_kwargs,
-                     max_requests=options.slots + MAX_WAITING, keys=keys,
+    app = create_app(max_requests=options.slots + MAX_WAITING, keys=keys,
                      origins=origins, host=options.host, log_prompts=options.log_prompts,
                      fetches=options.allow_image_urls)
     service = app.extensions["qengine"]
@@ -51,8 +51,9 @@ def run_server(options, sampling: dict, wishes: Wishes) -> int:
                 qengine.note(f"warning: other users of this machine can read {path}")
         wishes.check(model := qengine.open_model(options.model))
         check_eyes(options, model)
-        engine, service.side = load_engines(model, options)
-        service.engine = engine             # from now on the service answers
+        engine, side = load_engines(model, options)
+        defaults = Defaults(sampling, wishes.thinking, wishes.template_kwargs)
+        service.models = Models([Served(one, defaults=defaults) for one in (engine, *side)])    # now it answers
         if "thinking_budget" in sampling and "</think>" not in service.engine.tokenizer.tags:
             qengine.note("warning: --thinking-budget has no effect on this model, which has no </think> as one token")
         stack.enter_context(traced(service.engine, options))
@@ -60,7 +61,7 @@ def run_server(options, sampling: dict, wishes: Wishes) -> int:
             scheme = "https" if tls else "http"
             qengine.note(f"serving {service.engine.name} on {scheme}://{options.host}:{port}/ (a page to talk with it, "
                          "and /v1 for programs; Ctrl-C stops)")
-            for one in service.side:
+            for one in side:
                 qengine.note(f"beside it: {one.name}, {one.kind}")
             work(service, options)
         except SystemExit:
@@ -69,8 +70,7 @@ def run_server(options, sampling: dict, wishes: Wishes) -> int:
         finally:
             handle_ending(leave_ended)      # nothing is left to end but this
             stack.close()
-            for one in service.engines:
-                one.close()
+            service.models.close()
 
 
 def work(service: Service, options):
@@ -111,14 +111,15 @@ def go_on(service: Service, options) -> bool:
             gc.collect()                # tracebacks still hold memory of the failed engine
             try:
                 move_side(service, fault.card, left)
-                service.engine = qengine.load(failed.opened, left, **asked(options) | {"split": None})
+                engine = qengine.load(failed.opened, left, **asked(options) | {"split": None})
             except CardError as error:
                 if error.card is None:
                     raise
                 qengine.note(f"qengine: {error}")
                 fault = Fault.of(error)
             else:
-                qengine.note(f"going on with {', '.join(card.name for card in service.engine.cards)}")
+                service.models.replace(failed, engine)
+                qengine.note(f"going on with {', '.join(card.name for card in engine.cards)}")
                 return True
         raise CardError("no card is known to be at fault")
     except (CardError, CompileError, ModelError, RequestError) as error:
@@ -144,8 +145,8 @@ def free(engine):
 
 def move_side(service: Service, lost: str, cards: list):
     """Loads the models beside the main one that are on a lost card anew, onto the first of these cards."""
-    for i, engine in enumerate(service.side):
+    for engine in service.engines[1:]:
         if lost in (card.name for card in engine.cards):
             free(engine)
             gc.collect()
-            service.side[i] = qengine.load(engine.opened, cards[0].twin())
+            service.models.replace(engine, qengine.load(engine.opened, cards[0].twin()))

@@ -349,7 +349,7 @@ def test_how_an_answer_ended(lines):
         assert lines(1)[-1]["finish"] == "abort"
         send(port, "POST", CHAT, BODY | {"max_tokens": 3})
         assert lines(2)[-1]["finish"] == "length"
-        service.engine = PacedEngine(failing)
+        service.models.first.engine = PacedEngine(failing)
         send_raw(port, STREAM)
         assert (lines(3)[-1]["status"], lines(3)[-1]["finish"]) == ("200", "error")     # the status was out already
         assert send(port, "POST", CHAT, BODY)[0] == 503

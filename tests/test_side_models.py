@@ -104,9 +104,9 @@ def test_a_server_goes_on_with_its_side_models():
     with pytest.raises(qengine.EngineStopped):
         engine.generate([1, 2, 3], max_tokens=4)
     assert go_on(service, parsed("--go-on", "--embedding-model", EMBEDDING))
-    assert service.engine.cards == cards[1:] and service.side[1] is side[1]
-    assert service.side[0] is not side[0] and service.side[0].cards[0].name == cards[1].name
-    np.testing.assert_array_equal(service.side[0].embed(["a"]), rows)
+    assert service.engine.cards == cards[1:] and service.engines[2] is side[1]
+    assert service.engines[1] is not side[0] and service.engines[1].cards[0].name == cards[1].name
+    np.testing.assert_array_equal(service.engines[1].embed(["a"]), rows)
     assert app.test_client().get("/health").status_code == 200
     for one in service.engines:
         one.close()
