@@ -33,7 +33,8 @@ class Endpoint:
     kind: of the model that answers, "text", "embedding" or "reranking"; None: the first model, whatever it is.
     asks: what the view gets for `service`. "server": the Service. "model": an Answering with the model that the body
     names (`name_of`), which is loaded if need be. "loaded": the same with the model that stands behind the path's
-    question mark, if it is loaded. None: "model" where there is a body, "server" where there is none.
+    question mark, if it is loaded. None: "model" where there is a body, "server" where there is none. A function
+    says it of a body.
     name_of: name_of(service, body) gives the name of the model that a body means.
     query: descriptions of what may stand behind the path's question mark, by name. The view gets those that were sent
     as arguments.
@@ -52,7 +53,7 @@ class Endpoint:
     query: dict = field(default_factory=dict)
     kind: str | None = None
     may_show: bool = False
-    asks: str | None = None
+    asks: str | Callable[[dict], str] | None = None
     name_of: Callable = lambda service, body: body.get("model")
 
     @property
@@ -86,7 +87,8 @@ class Endpoint:
                 body = parse_body(flask.request.get_data(cache=False))
                 check(body, self.body)
                 body = {name: value for name, value in body.items() if value is not None}
-                if self.asks != "server":
+                asks = self.asks(body) if callable(self.asks) else self.asks
+                if asks != "server":
                     served = service.choose(self.kind, self.name_of(service, body))
                     service = service.lend(served, body.get("timeout"))
                 if not self.generates:

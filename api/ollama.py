@@ -1,10 +1,11 @@
 """Ollama's API: /api/chat, /api/generate, /api/embed, and what the server has.
 
 The streams are lines of JSON. A model name that is not here is as good as any. What a request does not say has the
-defaults of the command line, not those of a Modelfile. `keep_alive` has no effect: the model stays loaded. The penalty
-of `repeat_penalty` counts tokens of the whole prompt and answer, whatever `repeat_last_n` above 0 says. A prompt that
-does not fit is refused, also where `truncate` or `shift` allow to cut it. Embeddings have length 1, also those of
-the old /api/embeddings. What else Ollama has (pulling, making and deleting models) is not served: 404.
+defaults of the command line, not those of a Modelfile. `keep_alive` has an effect on models that are loaded at their
+first request; the others stay loaded. The penalty of `repeat_penalty` counts tokens of the whole prompt and answer,
+whatever `repeat_last_n` above 0 says. A prompt that does not fit is refused, also where `truncate` or `shift` allow to
+cut it. Embeddings have length 1, also those of the old /api/embeddings. What else Ollama has (pulling, making and
+deleting models) is not served: 404.
 """
 
 import datetime
@@ -16,6 +17,7 @@ import time
 
 import flask
 
+from engine.durations import read_seconds
 from engine.pooling import MOST_TEXTS, PoolingEngine
 from engine.request import Request, RequestError
 from engine.served import Facts, Served
@@ -61,16 +63,17 @@ OPTIONS = object_of({
 MESSAGE = object_of({
     "role": one_of("system", "user", "assistant", "tool"), "content": TEXT, "thinking": TEXT, "images": list_of(TEXT),
     "tool_calls": list_of(CALL), "tool_name": TEXT}, ["role"], others=True)
+KEEP_ALIVE = either(TEXT, {"type": "number"})
 SHARED = {
     "model": TEXT, "stream": BOOL, "format": either(one_of("", "json"), OBJECT), "options": OPTIONS,
     "think": either(BOOL, one_of("low", "medium", "high", "max")), "chat_template_kwargs": VARIABLES,
     "logprobs": BOOL,
     "top_logprobs": {"type": "integer", "minimum": 0, "maximum": MAX_LOGPROBS},
-    "keep_alive": either(TEXT, {"type": "number"}), **dict.fromkeys(["truncate", "shift", "metadata"], ANYTHING)}
+    "keep_alive": KEEP_ALIVE, **dict.fromkeys(["truncate", "shift", "metadata"], ANYTHING)}
 CHAT = object_of({**SHARED, "messages": list_of(MESSAGE), "tools": list_of(TOOL)}, ["model"])
 GENERATE = object_of({**SHARED, "prompt": TEXT, "system": TEXT, "raw": BOOL, "context": list_of(ID),
                       "images": list_of(TEXT), "suffix": one_of(""), "template": one_of("")}, ["model"])
-IDLE = {"model": TEXT, **dict.fromkeys(["keep_alive", "truncate", "options"], ANYTHING)}
+IDLE = {"model": TEXT, "keep_alive": KEEP_ALIVE, **dict.fromkeys(["truncate", "options"], ANYTHING)}
 EMBED = object_of({**IDLE, "input": either(TEXT, list_of(TEXT, 1, MOST_TEXTS)), "dimensions": DIMENSIONS},
                   ["model", "input"])
 OLD_EMBED = object_of({**IDLE, "prompt": TEXT}, ["model", "prompt"])
@@ -89,18 +92,54 @@ PROTOCOL = WireProtocol("/api/", error_body)
 # ---- endpoints that generate -----------------------------------------------------------------------------
 
 
+def is_unload(body: dict) -> bool:
+    """Whether a client wants a model put away: there is nothing to answer, and nothing to wait for."""
+    asked = any(body.get(name) for name in ("messages", "prompt", "images"))
+    return not asked and keep_alive_of(body) == 0
+
+
+def keep_alive_of(body: dict) -> float | None:
+    """Seconds for which a model stays loaded after this request; math.inf: until another needs its memory. None:
+    nothing is said."""
+    said = body.get("keep_alive")
+    try:
+        seconds = read_seconds(said) if isinstance(said, str) and said else said
+    except ValueError:
+        raise RequestError("keep_alive", "'keep_alive' must be a number of seconds or a time such as 5m") from None
+    return None if seconds in (None, "") else math.inf if seconds < 0 else float(seconds)
+
+
+def keep(service, body: dict):
+    """Obeys `keep_alive`."""
+    if (seconds := keep_alive_of(body)) is not None:
+        service.models.keep(service.served, seconds)
+
+
+def unload(service, body: dict, said) -> dict:
+    """The answer to a client that wants a model put away. service: the Service, since no model has to be loaded."""
+    served = service.choose("text", body["model"])
+    service.models.keep(served, 0)
+    return {"model": tag(served.facts), "created_at": now(), **said("", "", []), "done": True, "done_reason": "unload"}
+
+
 def chat_endpoint(service, body: dict):
+    if is_unload(body):
+        return unload(service, body, said_in_chat)
+    keep(service, body)
     messages = [read_message(message, f"messages[{i}]") for i, message in enumerate(body.get("messages", []))]
     if not messages:
-        return loaded(service, body, said_in_chat)
+        return loaded(service, said_in_chat)
     conversation, make = converse(body, messages, read_tools(body)), maker(service, body, said_in_chat)
     return in_lines(chat.respond(service, conversation, 1, make, is_stream(body)), body)
 
 
 def generate(service, body: dict):
+    if is_unload(body):
+        return unload(service, body, said_in_text)
+    keep(service, body)
     prompt, images = body.get("prompt", ""), body.get("images", [])
     if not prompt and not images:
-        return loaded(service, body, said_in_text)
+        return loaded(service, said_in_text)
     system, context = body.get("system"), body.get("context", [])
     is_raw = body.get("raw") or service.engine.template is None
     if body.get("raw") and (system or context):
@@ -128,10 +167,9 @@ def in_lines(response: flask.Response, body: dict) -> flask.Response:
     return response
 
 
-def loaded(service, body: dict, said) -> dict:
-    """The answer to a request without a prompt, by which clients load a model, or unload it (keep_alive: 0)."""
-    reason = "unload" if str(body.get("keep_alive")) in ("0", "0s", "0m") else "load"
-    return {"model": tag(service.engine), "created_at": now(), **said("", "", []), "done": True, "done_reason": reason}
+def loaded(service, said) -> dict:
+    """The answer to a request without a prompt, by which clients load a model."""
+    return {"model": tag(service.engine), "created_at": now(), **said("", "", []), "done": True, "done_reason": "load"}
 
 
 def maker(service, body: dict, said):
@@ -216,6 +254,7 @@ class Verbatim:
 
 def embed_texts(service, body: dict):
     begun, engine = service.begun, service.engine
+    keep(service, body)
 
     def said(job, rows):
         times = {"total_duration": time.perf_counter() - begun, "load_duration": job.started - begun}
@@ -226,6 +265,7 @@ def embed_texts(service, body: dict):
 
 
 def embed_prompt(service, body: dict):
+    keep(service, body)
     return embed(service, body, "prompt", lambda job, rows: {"embedding": rows[0].astype(float).tolist()})
 
 
@@ -408,11 +448,16 @@ def version(service):
     return {"version": VERSION}
 
 
+def asks(body: dict) -> str:
+    """See Endpoint: no model is loaded to be put away."""
+    return "server" if is_unload(body) else "model"
+
+
 ENDPOINTS = [
     Endpoint("POST", "/api/chat", "Answer a conversation (Ollama)", chat_endpoint, PROTOCOL, CHAT, generates=True,
-             kind="text", may_show=True),
+             kind="text", may_show=True, asks=asks),
     Endpoint("POST", "/api/generate", "Answer a prompt (Ollama)", generate, PROTOCOL, GENERATE, generates=True,
-             kind="text", may_show=True),
+             kind="text", may_show=True, asks=asks),
     Endpoint("POST", "/api/embed", "Embeddings of texts (Ollama)", embed_texts, PROTOCOL, EMBED, generates=True,
              kind="embedding"),
     Endpoint("POST", "/api/embeddings", "The embedding of a text (Ollama)", embed_prompt, PROTOCOL, OLD_EMBED,

@@ -161,14 +161,20 @@ def input_items(service, response_id: str, limit: int = 20, order: str = "desc",
             "last_id": data[-1]["id"] if data else None, "has_more": start + limit < len(items)}
 
 
+def name_of(service, body: dict) -> str | None:
+    """The model that a request names; else that of the response that it goes on with."""
+    found = service.stored.find(read_owner(), body.get("previous_response_id", ""))
+    return body.get("model") or (found and found[0]["model"])
+
+
 ONE = "/v1/responses/{response_id}"
 STREAM = {"stream": refused("a response can be streamed only while it is made", "false")}
 PAGE = {"limit": {"type": "integer", "minimum": 1, "maximum": 100}, "order": one_of("asc", "desc"), "after": TEXT}
 ENDPOINTS = [
     Endpoint("POST", "/v1/responses", "Answer a conversation", create, PROTOCOL, RESPONSE, generates=True, kind="text",
-             may_show=True),
+             may_show=True, name_of=name_of),
     Endpoint("POST", "/v1/responses/input_tokens", "How long the prompt of a response is", count_tokens, PROTOCOL,
-             COUNTED, kind="text", may_show=True),
+             COUNTED, kind="text", may_show=True, name_of=name_of),
     Endpoint("GET", ONE, "A kept response", retrieve, PROTOCOL, query=STREAM),
     Endpoint("DELETE", ONE, "Forget a kept response", delete, PROTOCOL),
     Endpoint("POST", ONE + "/cancel", "Refused: no response is in the background", cancel, PROTOCOL),

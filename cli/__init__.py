@@ -3,6 +3,7 @@
     main.py         from words to an exit code
     options.py      the options, which go together, the help
     tasks.py        what is to be done
+    named.py        how several models are written
     ending.py       exit codes, and sentences in place of tracebacks, for benchmarks/, too
     engines.py      what the options ask of the engines, and the files that they name
     interrupts.py   Ctrl-C

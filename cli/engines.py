@@ -8,9 +8,8 @@ from pathlib import Path
 
 import qengine
 from engine.hub import eyes_file
-from engine.pooling import PoolingEngine
 from engine.request import RequestError
-from engine.text_engine import wrong_kind
+from engine.served import Defaults
 from kernels.trace import LEFT_OUT, tracing
 
 SHOWN_KERNELS = 8           # that the sentence about a trace names
@@ -23,6 +22,16 @@ class Wishes:
 
     thinking: bool | None
     template_kwargs: dict
+
+    @classmethod
+    def of(cls, options) -> "Wishes":
+        template_kwargs = dict(options.chat_template_kwargs or {})
+        said = template_kwargs.pop("enable_thinking", None)
+        return cls({None: said, "on": True, "off": False}[options.thinking], template_kwargs)
+
+    def defaults(self, sampling: dict) -> Defaults:
+        """What a server's answers obey. sampling: fields of Request."""
+        return Defaults(sampling, self.thinking, self.template_kwargs)
 
     def render(self, model, messages: list[dict]) -> str:
         """The prompt of a conversation. model: an OpenModel or an Engine. Raises RequestError."""
@@ -75,47 +84,6 @@ def expert_memory(options) -> int | None:
 def load_engine(model: "qengine.OpenModel", options) -> "qengine.Engine":
     """The engine that the options ask for."""
     return qengine.load(model, card=options.card, **asked(options))
-
-
-# ---- models beside the main one ----------------------------------------------------------------------------
-
-
-def open_side(options) -> list[tuple["qengine.OpenModel", str | None]]:
-    """The models beside the main one, and the name of the card that each is to have. Raises ModelError; RequestError
-    where a model is of another kind than its option says."""
-    found = []
-    for kind in "embedding", "reranking":
-        if (path := getattr(options, f"{kind}_model")) is not None:
-            model = qengine.open_model(path)
-            if model.kind != kind:
-                raise wrong_kind(model, kind)
-            found.append((model, getattr(options, f"{kind}_card")))
-    return found
-
-
-def side_cards(known: dict, cards: list, name: str | None, wrap=lambda card: card) -> list:
-    """The cards of a model beside the main one. known: cards by their own names; what is opened for `name` and is not
-    among them is added, wrapped. cards: the main model's, the first of which is taken where there is no name."""
-    wanted = cards[:1] if name is None else qengine.open_named(name)
-    return [known.get(card.name) or known.setdefault(card.name, wrap(card)) for card in wanted]
-
-
-def load_engines(main: "qengine.OpenModel", options) -> tuple["qengine.Engine | PoolingEngine", list[PoolingEngine]]:
-    """The engine of the main model, and those of the models beside it, which are loaded first: the plan of the main
-    model then sees what they leave."""
-    side = open_side(options)
-    if not side:
-        return load_engine(main, options), []
-    cards = qengine.open_named(options.card)
-    known, loaded = {card.name: card for card in cards}, []
-    with contextlib.ExitStack() as stack:
-        for model, name in side:
-            loaded.append(qengine.load(model, [card.twin() for card in side_cards(known, cards, name)],
-                                       products=options.products))
-            stack.callback(loaded[-1].close)
-        engine = qengine.load(main, cards, **asked(options))
-        stack.pop_all()
-    return engine, loaded
 
 
 @contextlib.contextmanager

@@ -9,6 +9,8 @@ from engine import limits
 from engine.limits import IMAGE_TOKENS, MOST_DRAFTS, SAMPLING
 from kernels.limits import CHECK_ROWS, WISHES
 
+from .named import AddModel, check_models, model_argument
+
 EXAMPLES = """\
 examples:
   python qengine.py                                                 talk with the small model that comes along
@@ -18,6 +20,7 @@ examples:
   python qengine.py -m hf:OWNER/NAME -p "Who?" --image cat.jpg      ask about a picture
   python qengine.py -m model.gguf --serve                           OpenAI-compatible server on port 8080
   python qengine.py -m m.gguf --serve --embedding-model e.gguf      the same, with /v1/embeddings
+  python qengine.py -m big=a.gguf -m small=b.gguf,idle=10m --serve  two models, one of them loaded when asked for
   python qengine.py -m model.gguf --perplexity text.txt             how well the model predicts a text
   python qengine.py --probe                                         what this card's pipes and memory can do
   python qengine.py -m model.gguf --bench                           how fast the model runs on it
@@ -54,8 +57,10 @@ GOES_WITH = {"raw": ["prompt"], "slots": ["serve", "plan", "print_config"], "kv_
 
 
 class Parser(argparse.ArgumentParser):
+    error_of = ""               # what a mistake is in, where that is not the command line itself
+
     def error(self, message):
-        self.exit(2, f"qengine: {message} (see --help)\n")
+        self.exit(2, f"qengine: {self.error_of}{message} (see --help)\n")
 
 
 def within(kind: type, low, high):
@@ -128,11 +133,17 @@ def build_parser() -> Parser:
               "                         --bench | --probe | --plan] [options]",
         description="Runs a Qwen3.5 or Qwen3.6 model on NVIDIA cards or, without one, on an emulated card.",
         epilog=EXAMPLES, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.set_defaults(models=[])
     parser.add_argument("--version", action="version", version=f"qengine {limits.VERSION}", help="say it and leave")
-    parser.add_argument("-m", "--model", metavar="MODEL", default=limits.DEFAULT_MODEL,
+    parser.add_argument("-m", "--model", metavar="MODEL", default=limits.DEFAULT_MODEL, action=AddModel,
+                        type=model_argument,
                         help="a GGUF file (of several the first), one of the Hugging Face Hub: hf:OWNER/NAME, and "
                              "behind it :Q4_K_M or :FILE, or random weights: synthetic:0.8b, synthetic:9b:q4_k, ... "
-                             "(default: the small model that comes with qengine)")
+                             "(default: the small model that comes with qengine). With --serve or --plan there may be "
+                             "several, each as NAME=MODEL and behind it what holds for this one alone: "
+                             "chat=a.gguf,ctx=16384,aliases=gpt-4o,idle=10m. One with idle=TIME or idle=never is "
+                             "loaded at its first request, and put away after so long without one, or to make room "
+                             "for another")
     for add in add_tasks, add_answer, add_pictures, add_comparison, add_bench, add_server, add_side_models, add_machine:
         add(parser)
     return parser
@@ -340,5 +351,6 @@ def check_options(parser: Parser, options):
             parser.error(f"{option_name(name)} is for chat templates, and --raw uses none")
     if bool(options.tls_cert) != bool(options.tls_key):
         parser.error("--tls-cert and --tls-key go together")
-    if not options.model:
+    if not all(each.source for each in options.models):
         parser.error("-m names no model: a GGUF file, or synthetic:tiny")
+    check_models(parser, options)

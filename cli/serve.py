@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import time
+import weakref
 
 import qengine
 from api.access import is_loopback, is_secret, read_keys, read_origin
@@ -11,22 +12,24 @@ from api.log import on_stderr
 from api.service import MAX_WAITING, Service, create_app
 from api.tls import read_certificate
 from engine.request import Fault, ModelError, RequestError
-from engine.served import Defaults, Models, Served
+from engine.served import Models
 from kernels.card import CardError
 from kernels.compile import CompileError
 
-from .engines import Wishes, asked, check_eyes, load_engines, traced
+from .engines import asked, traced
 from .interrupts import endable, handle_ending, leave_ended
+from .named import is_several
+from .models import freeze, load_models, open_models
 
 
-def run_server(options, sampling: dict, wishes: Wishes) -> int:
+def run_server(options) -> int:
     """Listens, loads, and serves. SIGTERM and SIGHUP let open requests go on for --drain seconds, Ctrl-C does not; then
     what is left of them is cancelled, and their clients are told."""
     endable()
     keys = read_keys(options.api_key, options.api_key_file)
     origins = [read_origin(text) for text in options.cors]
     tls = read_certificate(options.tls_cert, options.tls_key) if options.tls_cert else None
-    app = create_app(max_requests=options.slots + MAX_WAITING, keys=keys,
+    app = create_app(max_requests=slots_of(options) + MAX_WAITING, keys=keys,
                      origins=origins, host=options.host, log_prompts=options.log_prompts,
                      fetches=options.allow_image_urls)
     service = app.extensions["qengine"]
@@ -49,20 +52,20 @@ def run_server(options, sampling: dict, wishes: Wishes) -> int:
         for path in filter(None, [tls and options.tls_key, options.api_key_file]):
             if not is_secret(path):
                 qengine.note(f"warning: other users of this machine can read {path}")
-        wishes.check(model := qengine.open_model(options.model))
-        check_eyes(options, model)
-        engine, side = load_engines(model, options)
-        defaults = Defaults(sampling, wishes.thinking, wishes.template_kwargs)
-        service.models = Models([Served(one, defaults=defaults) for one in (engine, *side)])    # now it answers
-        if "thinking_budget" in sampling and "</think>" not in service.engine.tokenizer.tags:
-            qengine.note("warning: --thinking-budget has no effect on this model, which has no </think> as one token")
+        service.models = models = load_models(open_models(options), free)   # from now on the service answers
+        for one in models.served:
+            if "thinking_budget" in one.defaults.sampling and "</think>" not in one.facts.tokenizer.tags:
+                qengine.note(f"warning: --thinking-budget has no effect on {one.name}, which has no </think> as one "
+                             "token")
         stack.enter_context(traced(service.engine, options))
         try:
             scheme = "https" if tls else "http"
-            qengine.note(f"serving {service.engine.name} on {scheme}://{options.host}:{port}/ (a page to talk with it, "
+            qengine.note(f"serving {models.first.name} on {scheme}://{options.host}:{port}/ (a page to talk with it, "
                          "and /v1 for programs; Ctrl-C stops)")
-            for one in side:
-                qengine.note(f"beside it: {one.name}, {one.kind}")
+            for one in models.served[1:]:
+                qengine.note(f"beside it: {one.name}, {one.kind}" + ", loaded when asked for" * bool(one.load))
+            if is_several(options):
+                watch(models)
             work(service, options)
         except SystemExit:
             drain(service, options.drain)
@@ -70,7 +73,7 @@ def run_server(options, sampling: dict, wishes: Wishes) -> int:
         finally:
             handle_ending(leave_ended)      # nothing is left to end but this
             stack.close()
-            service.models.close()
+            models.close()
 
 
 def work(service: Service, options):
@@ -84,6 +87,23 @@ def work(service: Service, options):
         is_working = options.go_on and go_on(service, options)
     while True:
         time.sleep(3600)
+
+
+def slots_of(options) -> int:
+    """How many answers all models together generate at the same time."""
+    return sum(own.slots for own in options.each) if is_several(options) else options.slots
+
+
+def watch(models: Models):
+    """Waits, and tells of models that fail; the others go on. Ends by an exception only."""
+    freeze()
+    told = weakref.WeakSet()
+    while True:
+        time.sleep(1)
+        for engine in models.engines:
+            if engine.reason is not None and engine not in told:
+                told.add(engine)
+                qengine.note(f"qengine: {engine.name}: {engine.reason}")
 
 
 def drain(service: Service, seconds: float):
@@ -127,13 +147,6 @@ def go_on(service: Service, options) -> bool:
         return False
     finally:
         service.is_loading = False
-
-
-def freeze():
-    """From now on, Python's search for circles of objects that nobody needs leaves out the objects of this moment. They
-    live as long as the engine, and a search through all of them stops every answer for up to 0.1 s."""
-    gc.collect()
-    gc.freeze()
 
 
 def free(engine):

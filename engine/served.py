@@ -280,7 +280,7 @@ class Models:
             except OutOfMemory as error:
                 others = [one.name for one in self.served if one.load and one.engine is not None]
                 seconds = BUSY_SECONDS if others else AGAIN_SECONDS
-                refusal = (f"the model {served.name} does not fit beside {', '.join(others)}, which are answering"
+                refusal = (f"the model {served.name} does not fit beside what answers now: {', '.join(others)}"
                            if others else f"the model {served.name} cannot be loaded: {sentence_of(error)}")
             except Exception as error:
                 seconds, refusal = AGAIN_SECONDS, f"the model {served.name} cannot be loaded: {sentence_of(error)}"
@@ -335,5 +335,6 @@ class Models:
 
 
 def sentence_of(error: Exception) -> str:
-    """The first line of an error's text, which is a sentence."""
-    return next(iter(str(error).splitlines()), type(error).__name__)
+    """The text of an error in one line. Between the first line and the last one stands a table, if there is more."""
+    lines = str(error).splitlines() or [type(error).__name__]
+    return lines[0] if len(lines) == 1 else f"{lines[0].rstrip(':')}; {lines[-1]}"

@@ -1,0 +1,231 @@
+"""The models of a command line: what each is loaded with, and where it goes. How several are written says
+named.py. Those of --embedding-model and --reranking-model have the defaults of `qengine.load`."""
+
+import collections
+import contextlib
+import copy
+import dataclasses
+import functools
+import gc
+from dataclasses import dataclass
+
+import qengine
+from engine.details import ModelDetails
+from engine.hub import eyes_file
+from engine.limits import SAMPLING
+from engine.request import RequestError
+from engine.served import Defaults, Facts, Models, Served
+from engine.text_engine import wrong_kind
+from kernels.card import PlannedCard
+
+from .engines import Wishes, asked, check_eyes
+from .named import is_several
+
+# ---- opened --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A model that is to be served or planned.
+
+    arguments: of `qengine.load`, without its cards. card: their name. is_side: whether it goes onto the first model's
+    first card where there is no such name. n_models: how many share the memory; 0: this one takes what it likes.
+    """
+
+    model: "qengine.OpenModel"
+    arguments: dict
+    card: str | None
+    aliases: tuple[str, ...] = ()
+    idle: float | None = None
+    defaults: Defaults = Defaults()
+    is_side: bool = False
+    n_models: int = 0
+
+    @property
+    def facts(self) -> Facts:
+        """Of the model before it is loaded."""
+        model, eyes = self.model, eyes_file(self.arguments.get("mmproj"), self.model, qengine.note)
+        return Facts(model.name, model.kind, model.n_ctx(self.arguments.get("ctx")), model.tokenizer, model.template,
+                     ModelDetails.of(model.weights), sees=eyes is not None)
+
+    def arguments_on(self, cards: list) -> dict:
+        """The arguments of `qengine.load` for these cards. Where n models share a card, each takes an n-th of an eighth
+        of it for checkpoints, unless it says otherwise."""
+        if not self.n_models or self.arguments["checkpoint_memory"] is not None:
+            return self.arguments
+        share = min(card.memory_bytes for card in cards) // (8 * self.n_models)
+        return self.arguments | {"checkpoint_memory": share}
+
+    def planner(self, cards: list):
+        return qengine.make_planner(self.model, cards, self.model.demand(**self.arguments_on(cards)))
+
+    def load(self, cards: list, progress: bool = True):
+        return qengine.load(self.model, cards, progress=progress, **self.arguments_on(cards))
+
+
+def sampling_of(options) -> dict:
+    """Fields of Request that the command line sets."""
+    sampling = {name: getattr(options, name) for name in SAMPLING if getattr(options, name) is not None}
+    return sampling | {"repetition_guard": options.repetition_guard != "off"}
+
+
+def open_models(options) -> list[Wanted]:
+    """The models of a server, those of -m first. Raises ModelError, RequestError."""
+    named = [open_named(own, len(options.each)) for own in options.each] if is_several(options) else [open_one(options)]
+    found = [*named, *open_side(options)]
+    for name, n in collections.Counter(one.model.name for one in found).items():
+        if n > 1 and is_several(options):
+            raise RequestError("model", f"-m: {n} models have the name {name}: -m NAME=FILE gives one another name")
+    return found
+
+
+def open_one(options) -> Wanted:
+    """The model of -m, where it is the only one."""
+    return opened(options, qengine.open_model(options.model), options.card)
+
+
+def open_named(options, n_models: int) -> Wanted:
+    """One of several models. options: its own."""
+    model, argument = qengine.open_model(options.model), options.argument
+    if argument.name:
+        model = dataclasses.replace(model, config=dataclasses.replace(model.config, name=argument.name))
+    return opened(options, model, options.card, aliases=argument.aliases, idle=argument.idle, n_models=n_models)
+
+
+def opened(options, model: "qengine.OpenModel", card: str | None, **more) -> Wanted:
+    wishes = Wishes.of(options)
+    wishes.check(model)
+    check_eyes(options, model)
+    return Wanted(model, asked(options), card, defaults=wishes.defaults(sampling_of(options)), **more)
+
+
+def open_side(options) -> list[Wanted]:
+    """The models of --embedding-model and --reranking-model. Raises ModelError; RequestError where a model is of
+    another kind than its option says."""
+    found = []
+    for kind in "embedding", "reranking":
+        if (path := getattr(options, f"{kind}_model")) is not None:
+            model = qengine.open_model(path)
+            if model.kind != kind:
+                raise wrong_kind(model, kind)
+            card = getattr(options, f"{kind}_card")
+            found.append(Wanted(model, {"products": options.products}, card, is_side=True))
+    return found
+
+
+def in_order(wanted: list[Wanted]) -> list[Wanted]:
+    """As they are loaded: those for embeddings and scores first, so that the plans of the others see what they leave;
+    then those that are loaded at their first request."""
+    return sorted(wanted, key=lambda one: (one.idle is not None, one.model.kind == "text"))
+
+
+# ---- cards ---------------------------------------------------------------------------------------------------
+
+
+class Deck:
+    """The cards of all models. named: the name of those of the first model."""
+
+    def __init__(self, named: str | None, wrap=lambda card: card):
+        self.named, self.wrap = named, wrap
+        cards = qengine.open_named(named)
+        self.first = type(cards)(map(wrap, cards))
+        self.known = {card.name: card for card in self.first}       # by their own names
+
+    def of(self, wanted: Wanted) -> list:
+        """The cards of a model."""
+        if wanted.is_side and wanted.card is None:
+            return self.first[:1]
+        if wanted.card == self.named:
+            return self.first
+        return [self.known.get(card.name) or self.known.setdefault(card.name, self.wrap(card))
+                for card in qengine.open_named(wanted.card)]
+
+    def planned(self) -> "Deck":
+        """The same cards on paper, with what is free on them now."""
+        other = copy.copy(self)
+        other.wrap = PlannedCard
+        other.known = {name: PlannedCard(card) for name, card in self.known.items()}
+        other.first = type(self.first)(other.known[card.name] for card in self.first)
+        return other
+
+
+def twins(cards: list) -> list:
+    return type(cards)(card.twin() for card in cards)
+
+
+def set_aside(planner):
+    for card, stage in zip(planner.cards, planner.plan.stages):
+        card.set_aside(stage.total)
+
+
+# ---- loaded, or planned -----------------------------------------------------------------------------------------
+
+
+def load_models(wanted: list[Wanted], release) -> Models:
+    """The models of a server, those loaded that always are. release(engine): closes an engine and gives back its
+    memory. Raises ModelError, RequestError, CardError; then none stays loaded."""
+    deck, served = Deck(wanted[0].card), {}
+    with contextlib.ExitStack() as stack:
+        for one in in_order(wanted):
+            cards = deck.of(one)
+            if one.idle is None:
+                engine = one.load(cards if one is wanted[0] else twins(cards))
+                stack.callback(engine.close)
+                served[id(one)] = Served(engine, one.aliases, one.defaults)
+            else:
+                planner = one.planner(deck.planned().of(one))
+                planner.check()                         # better now than at the first request
+                served[id(one)] = Served(None, one.aliases, one.defaults, facts=one.facts, idle=one.idle,
+                                         load=functools.partial(load_again, one, cards))
+        stack.pop_all()
+    return Models([served[id(one)] for one in wanted], functools.partial(put_away, release))
+
+
+def load_again(wanted: Wanted, cards: list):
+    """An engine of a model, on a server that runs."""
+    engine = wanted.load(twins(cards), progress=False)
+    freeze()
+    return engine
+
+
+def put_away(release, engine):
+    gc.unfreeze()
+    release(engine)
+    del engine
+    freeze()
+
+
+def freeze():
+    """From now on, Python's search for circles of objects that nobody needs leaves out the objects of this moment. They
+    live as long as the engine, and a search through all of them stops every answer for up to 0.1 s."""
+    gc.collect()
+    gc.freeze()
+
+
+def plans(wanted: list[Wanted]):
+    """Texts that say where the models go and what that takes, one for each. Raises OutOfMemory."""
+    if len(wanted) == 1 and wanted[0].idle is None:
+        planner = wanted[0].planner(qengine.open_named(wanted[0].card))
+        planner.check()
+        yield planner.report()
+        return
+    always = Deck(wanted[0].card, PlannedCard)
+    for one in in_order(wanted):
+        if one.idle is not None:
+            break
+        planner = one.planner(always.of(one))
+        planner.check()
+        yield f"{one.model.name}, {one.model.kind}:\n{planner.report()}"
+        set_aside(planner)
+    together = always.planned()
+    for one in in_order(wanted):
+        if one.idle is None:
+            continue
+        planner, note = one.planner(together.of(one)), "loaded at its first request"
+        if planner.plan.fits:
+            set_aside(planner)
+        else:
+            planner = one.planner(always.planned().of(one))
+            planner.check()
+            note += ", for which others that nobody asks have to go"
+        yield f"{one.model.name}, {one.model.kind}, {note}:\n{planner.report()}"
