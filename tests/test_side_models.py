@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 import qengine
-from cli.engines import load_engines, open_side, side_cards
 from cli.main import main
+from cli.models import Deck, Wanted, load_models, open_models, open_side
 from cli.options import build_parser, check_options
-from cli.serve import go_on
+from cli.serve import free, go_on
 from api.service import create_app
 from kernels.card import OutOfMemory, PlannedCard
 from kernels.emulated.card import EmulatedCard
@@ -46,13 +46,16 @@ def test_a_twin_shares_the_memory_and_nothing_else():
 
 
 def test_the_cards_of_a_side_model():
-    cards = [EmulatedCard(0, 1 << 20), EmulatedCard(1, 1 << 20)]
-    known = {card.name: card for card in cards}
-    assert side_cards(known, cards, None) == cards[:1]
-    assert side_cards(known, cards, "emulated:2") == cards
-    found = side_cards(known, cards, "emulated:3", PlannedCard)
-    assert found[:2] == cards and isinstance(found[2], PlannedCard)
-    assert side_cards(known, cards, "emulated:3")[2] is found[2]        # a second model counts on the same one
+    deck = Deck("emulated:2", PlannedCard)
+
+    def cards(name):
+        return deck.of(Wanted(None, {}, name, is_side=True))
+
+    assert cards(None) == deck.first[:1]
+    assert cards("emulated:2") == deck.first and deck.of(Wanted(None, {}, "emulated:2")) is deck.first
+    found = cards("emulated:3")
+    assert found[:2] == deck.first and isinstance(found[2], PlannedCard)
+    assert cards("emulated:3")[2] is found[2]           # a second model counts on the same one
 
 
 def test_a_candidate_is_still_taken_alone(monkeypatch):
@@ -72,7 +75,7 @@ def test_a_candidate_is_still_taken_alone(monkeypatch):
 def test_three_engines_on_one_card_at_once():
     """Each gives what it gives alone, while the others work."""
     options = parsed(*SIDE)
-    engine, side = load_engines(qengine.open_model(options.model), options)
+    engine, *side = load_models(open_models(options), free).engines
     embedder, reranker = side
     assert [one.kind for one in (engine, *side)] == ["text", "embedding", "reranking"]
     assert len({one.cards[0].name for one in (engine, *side)}) == 1 and len({id(one.cards[0]) for one in (
@@ -148,10 +151,9 @@ def test_a_plan_is_what_is_taken():
     options, card = parsed(*SIDE), EmulatedCard(0, 1 << 28)
     planned, real = PlannedCard(card), card.free_bytes
     loaded = []
-    for model, name in open_side(options):
-        planner = qengine.make_planner(model, [planned], model.demand())
-        planned.set_aside(planner.plan.stages[0].total)
-        loaded.append(qengine.load(model, card.twin(), progress=False))
+    for one in open_side(options):
+        planned.set_aside(one.planner([planned]).plan.stages[0].total)
+        loaded.append(one.load([card.twin()], progress=False))
         assert real - card.free_bytes == real - planned.free_bytes
     main_model = qengine.open_model(CHAT)
     demand = {"ctx": 512, "slots": 2}

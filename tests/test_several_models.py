@@ -1,0 +1,248 @@
+"""Several models on the command line: how they are written, what a plan says, and real engines that come and go."""
+
+import contextlib
+import gc
+import json
+import math
+import threading
+import urllib.error
+import urllib.request
+
+import numpy as np
+import pytest
+
+import qengine
+from api.service import create_app
+from cli.main import main
+from cli.models import ModelArgument, load_models, model_argument, open_models
+from cli.options import build_parser, check_options
+from cli.serve import free, slots_of
+from kernels.emulated.card import EmulatedCard
+from tests.clients import CHAT, HI
+from tests.oracle import EMBEDDING, oracle_path
+from tests.test_cli import run
+
+TINY, SMALL, ROWS = "synthetic:tiny", "synthetic:tiny:q4_k", "synthetic:qwen3-tiny-embedding"
+COMPLETION = "/v1/completions"
+
+
+def parsed(*arguments):
+    parser = build_parser()
+    options = parser.parse_args([*arguments, "--serve", "0", "--card", "emulated"])
+    check_options(parser, options)
+    return options
+
+
+# ---- how they are written -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("text, meant", [
+    ("a.gguf", ModelArgument("a.gguf")), ("hf:OWNER/NAME:Q4_K_M", ModelArgument("hf:OWNER/NAME:Q4_K_M")),
+    ("folder=1/a.gguf", ModelArgument("1/a.gguf", "folder")), ("./folder=1/a.gguf", ModelArgument("./folder=1/a.gguf")),
+    ("chat=a.gguf,ctx=16384,aliases=gpt-4o,default,idle=10m",
+     ModelArgument("a.gguf", "chat", ("gpt-4o", "default"), 600, ("--ctx=16384",))),
+    ("chat=a.gguf,card=cuda:0,1,split=3,5,idle=never",
+     ModelArgument("a.gguf", "chat", (), math.inf, ("--card=cuda:0,1", "--split=3,5"))),
+    ('b=c,chat-template-kwargs={"x": 1, "y": 2}',
+     ModelArgument("c", "b", (), None, ('--chat-template-kwargs={"x": 1, "y": 2}',)))], ids=str)
+def test_what_an_argument_says(text, meant):
+    assert model_argument(text) == meant
+
+
+def test_a_file_is_a_file_whatever_its_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a=b,c.gguf").touch()
+    assert model_argument("a=b,c.gguf") == ModelArgument("a=b,c.gguf")
+
+
+@pytest.mark.parametrize("arguments, words", [
+    (["-m", f"a={TINY},port=3"], "a: 'port' is no option of a model"),
+    (["-m", f"a={TINY},ctx"], "a: behind the file stands option=value, not 'ctx'"),
+    (["-m", f"a={TINY},ctx=9,ctx=8"], "a: ctx is there twice"),
+    (["-m", f"a={TINY},ctx=many"], "-m a: argument --ctx: invalid"),
+    (["-m", f"a={TINY},temperature=3"], "-m a: argument --temperature: must be from 0 to 2"),
+    (["-m", f"a={TINY},idle=soon"], "a: idle is a time such as 30s, 10m or 2h, or never, not 'soon'"),
+    (["-m", f"a={TINY},idle=0"], "a: idle is a time"),
+    (["-m", f"a={TINY}", "-m", f"a={SMALL}"], "two models have the name a"),
+    (["-m", f"a={TINY}", "-m", f"b={SMALL},aliases=c,a"], "two models have the name a"),
+    (["-m", TINY, "-m", TINY], f"2 models have the name {TINY}"),
+    (["-m", f"a={TINY}", "--go-on", "--serve", "0"], "--go-on is for one model"),
+    (["-m", f"a={TINY}", "-m", "b=nothing.gguf"], "nothing.gguf"),
+    (["-m", f"a={ROWS},thinking=on,chat-template-kwargs={{\"x\": 1}}"], "'enable_thinking'|has none")], ids=str)
+def test_a_mistake_is_one_sentence(capsys, arguments, words):
+    task = [] if "--serve" in arguments else ["--plan"]
+    code, out, err = run(capsys, *arguments, *task, "--card", "emulated")
+    assert code == 2 and any(word in err.splitlines()[-1] for word in words.split("|")) and "Traceback" not in err
+
+
+@pytest.mark.parametrize("task", [["-p", "hi"], ["--chat"], ["--bench"], ["--perplexity", "x"]], ids=str)
+@pytest.mark.parametrize("models", [["-m", f"a={TINY}"], ["-m", TINY, "-m", SMALL]], ids=str)
+def test_several_models_are_for_servers_and_plans(capsys, task, models):
+    code, out, err = run(capsys, *models, *task)
+    assert (code, out) == (2, "") and "are for --serve and --plan" in err
+
+
+def test_each_model_has_the_options_of_all_and_its_own():
+    options = parsed("-m", f"a={TINY},ctx=512,temperature=0.5,thinking=off", "-m", f"b={TINY},slots=3", "--ctx", "1024",
+                     "--slots", "2", "--temperature", "0.75")
+    a, b = open_models(options)
+    assert [(one.model.name, one.arguments["ctx"], one.arguments["slots"]) for one in (a, b)] == [
+        ("a", 512, 2), ("b", 1024, 3)]
+    assert [one.defaults.sampling["temperature"] for one in (a, b)] == [0.5, 0.75]
+    assert [one.defaults.thinking for one in (a, b)] == [False, None] and slots_of(options) == 5
+
+
+# ---- plans ----------------------------------------------------------------------------------------------------------
+
+
+def needed(*arguments):
+    """Bytes that each model takes of a card with plenty."""
+    return [one.planner([EmulatedCard(0, 1 << 30)]).plan.stages[0].total for one in open_models(parsed(*arguments))]
+
+
+def test_a_plan_says_what_is_loaded_together_and_what_in_turns(capsys, monkeypatch):
+    models = ["-m", f"a={TINY},ctx=512", "-m", f"b={TINY},ctx=512,idle=1m", "-m", f"c={TINY},ctx=512,idle=1m"]
+    several = ["checkpoint-memory=1", "kv-tokens=512"]
+    models = [",".join([one, *several]) if "=" in one else one for one in models]
+    each = needed(*models)[0]
+    for room, told in ((3.5, ""), (2.5, "have to go"), (1.5, None)):
+        monkeypatch.setattr(qengine, "open_cards", lambda which=None: [EmulatedCard(0, int(room * each))])
+        code = main([*models, "--plan"])
+        out, err = capsys.readouterr()
+        heads = [line for line in out.splitlines() if line.endswith(":")]
+        assert heads[0] == "a, text:"
+        if told is None:
+            assert code == 2 and "b does not fit" in err
+            continue
+        assert code == 0 and heads[1] == "b, text, loaded at its first request:"
+        assert heads[2] == "c, text, loaded at its first request" + (
+            ", for which others that nobody asks have to go" if told else "") + ":"
+
+
+# ---- engines that come and go ---------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def served(monkeypatch, memory, *arguments):
+    """(Models, a client, the card) of a server of these models on one card."""
+    card = EmulatedCard(0, memory)
+    monkeypatch.setattr(qengine, "open_cards", lambda which=None: [card])
+    models = load_models(open_models(parsed(*arguments)), free)
+    app = create_app(models=models)
+    try:
+        yield models, app, card
+    finally:
+        app.extensions["qengine"].close()
+        models.close()
+        gc.unfreeze()
+
+
+def ask(app, model, prompt="one two three", n=8):
+    answer = app.test_client().post(COMPLETION, buffered=True, json={
+        "model": model, "prompt": prompt, "max_tokens": n, "temperature": 0, "ignore_eos": True})
+    return answer.json["choices"][0]["text"] if answer.status_code == 200 else answer
+
+
+def row_of(app):
+    return app.test_client().post("/v1/embeddings", json={"input": "a"}, buffered=True).json["data"][0]["embedding"]
+
+
+def test_models_take_turns_on_a_card_with_room_for_one(monkeypatch):
+    """Each gives what it gives alone, and gives back all of its memory when it goes."""
+    of = ",ctx=512,kv-tokens=512,checkpoint-memory=1,idle=never"
+    models = ["-m", f"a={TINY}{of}", "-m", f"b={SMALL}{of}"]
+    alone = {}
+    for name, source in ("a", TINY), ("b", SMALL):
+        engine = qengine.load(source, card="emulated", ctx=512, progress=False)
+        app = create_app(engine)
+        alone[name] = ask(app, name)
+        app.extensions["qengine"].close()
+        engine.close()
+    with served(monkeypatch, int(1.4 * max(needed(*models))), *models) as (group, app, card):
+        empty, left = card.free_bytes, {}
+        for name in "a", "b", "a", "b":
+            assert ask(app, name) == alone[name]
+            assert [one.name for one in group.served if one.state == "loaded"] == [name]
+            assert card.free_bytes == left.setdefault(name, card.free_bytes) < empty
+        refused = ask(app, "a")                     # four loads in a minute are the most
+        assert refused.status_code == 503 and int(refused.headers["Retry-After"]) > 10
+        assert ask(app, "b") == alone["b"]
+
+
+def test_what_fits_is_loaded_together_and_runs_together(monkeypatch):
+    of = ",ctx=512,idle=never"
+    models = ["-m", f"a={TINY}{of}", "-m", f"b={SMALL}{of}", "-m", f"rows={ROWS},idle=never"]
+    with served(monkeypatch, 1 << 28, *models) as (group, app, card):
+        alone = {name: ask(app, name, n=40) for name in "ab"}
+        row = row_of(app)
+        together, threads = {}, []
+        for name in "ab":
+            threads.append(threading.Thread(target=lambda name=name: together.update({name: ask(app, name, n=40)})))
+            threads[-1].start()
+        again = row_of(app)
+        for thread in threads:
+            thread.join()
+        assert together == alone and again == row and alone["a"] != alone["b"]
+        assert [one.n_loads for one in group.served] == [1, 1, 1]
+        assert group.served[0].engine.cards[0] is not group.served[1].engine.cards[0]
+
+
+def test_an_idle_model_gives_its_memory_back(monkeypatch):
+    models = ["-m", f"a={TINY},ctx=512", "-m", f"b={SMALL},ctx=512,idle=500ms"]
+    with served(monkeypatch, 1 << 28, *models) as (group, app, card):
+        before = card.free_bytes
+        assert isinstance(ask(app, "b"), str) and card.free_bytes < before
+        for _ in range(200):
+            if group.served[1].state == "unloaded" and card.free_bytes == before:
+                break
+            threading.Event().wait(0.05)
+        assert card.free_bytes == before and group.served[0].state == "loaded"
+
+
+# ---- a server -------------------------------------------------------------------------------------------------------
+
+
+def post(port, path, body):
+    request = urllib.request.Request(f"http://127.0.0.1:{port}{path}", json.dumps(body).encode())
+    try:
+        with urllib.request.urlopen(request, timeout=120) as answer:
+            return json.load(answer)
+    except urllib.error.HTTPError as error:
+        return json.load(error)
+
+
+def test_a_server_of_the_shipped_model_and_one_for_embeddings():
+    """As a process of its own: the second model is loaded when it is asked for; SIGTERM ends it."""
+    from tests.test_cli import start
+    rows = oracle_path(f"gguf/{EMBEDDING}.gguf")
+    process = start("--serve", "0", ctx=512, model=("-m", f"chat={qengine.DEFAULT_MODEL},aliases=gpt-4o", "-m",
+                                                    f"rows={rows},idle=never"))
+    try:
+        said = ""
+        for line in process.stderr:
+            said += line
+            if line.startswith("beside it: "):
+                break
+        assert "beside it: rows, embedding, loaded when asked for\n" in said
+        port = said.partition("127.0.0.1:")[2].partition("/")[0]
+        answer = post(port, CHAT, {"model": "gpt-4o", "messages": [HI], "max_tokens": 4})
+        assert answer["model"] == "chat" and answer["usage"]["completion_tokens"] >= 1
+        assert len(post(port, "/v1/embeddings", {"model": "rows", "input": "a"})["data"][0]["embedding"]) > 8
+        assert "can make embeddings" in post(port, CHAT, {"model": "rows", "messages": [HI]})["error"]["message"]
+    finally:
+        process.terminate()
+        _, rest = process.communicate(timeout=60)
+    assert process.returncode in (0, 143, -15) and "loaded model=rows seconds=" in rest and "Traceback" not in rest
+
+
+def test_rows_of_a_model_that_was_away_are_the_same(monkeypatch):
+    with served(monkeypatch, 1 << 28, "-m", f"rows={ROWS},idle=never") as (group, app, card):
+        found = []
+        for _ in range(2):
+            answer = app.test_client().post("/api/embed", json={"model": "rows", "input": "a b", "keep_alive": 0},
+                                            buffered=True)
+            found.append(answer.json["embeddings"])
+            while group.first.state != "unloaded":
+                threading.Event().wait(0.02)
+        np.testing.assert_array_equal(*found)
+        assert group.first.n_loads == 2
