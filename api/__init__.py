@@ -18,7 +18,7 @@ engine/pooling.py where its model makes embeddings or scores.
     metrics.py     /metrics
     endpoint.py    what an endpoint is, and what a protocol is to the server
     errors.py      what a client hears of an error
-    service.py     open requests and their clients, and the Flask app over them
+    service.py     models, open requests and their clients, and the Flask app over them
     http.py        the sockets under that app: who is let in, and who has to go where room is short
     connection.py  a client's connection: its deadlines, and what is answered to bytes that are no request
     heads.py       what counts as an HTTP request

@@ -78,7 +78,8 @@ class Metrics:
         if self.service.models is None:
             return
         yield from self.loads()
-        counted = [(engine.name, counts_of(engine)) for engine in self.service.engines]
+        with self.service.models.held() as engines:
+            counted = [(engine.name, counts_of(engine)) for engine in engines]
         usage = "kv_cache_usage_perc", "Share of the KV pages that running requests hold, 1 is all", "kv_used"
         for family, metrics in (GaugeMetricFamily, [*GAUGES, usage]), (CounterMetricFamily, COUNTERS):
             for name, meaning, count in metrics:

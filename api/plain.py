@@ -117,9 +117,14 @@ def health(service):
         return {"status": "draining"}, 503
     if service.models is None or service.is_loading:
         return {"status": "loading", **lost}, 503
-    first, *others = service.models.served
+    with service.models.held():
+        return health_of(*service.models.served, lost=lost)
+
+
+def health_of(first: Served, *others: Served, lost: dict):
+    """The same of models that stay as they are meanwhile, of a server that works."""
     beside = {"side": [beside_first(one) for one in others]} if others else {}
-    engine = first.engine                       # it may be put away meanwhile
+    engine = first.engine
     if engine is None:
         return {"status": "ok", "model": first.name, "state": first.state, "cards": [], **beside, **lost,
                 "counts_pipes": False, "counts_experts": False}

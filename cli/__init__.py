@@ -6,6 +6,7 @@
     named.py        how several models are written
     ending.py       exit codes, and sentences in place of tracebacks, for benchmarks/, too
     engines.py      what the options ask of the engines, and the files that they name
+    models.py       the models of a server or a plan, where there may be several
     interrupts.py   Ctrl-C
     chat.py         one answer, or a conversation, on the terminal
     terminal.py     line editing and its history, wrapped words, thoughts that look like ones

@@ -173,17 +173,16 @@ def load_models(wanted: list[Wanted], release) -> Models:
                 stack.callback(engine.close)
                 served[id(one)] = Served(engine, one.aliases, one.defaults)
             else:
-                planner = one.planner(deck.planned().of(one))
-                planner.check()                         # better now than at the first request
+                one.planner(deck.planned().of(one)).check()     # better now than at the first request
                 served[id(one)] = Served(None, one.aliases, one.defaults, facts=one.facts, idle=one.idle,
-                                         load=functools.partial(load_again, one, cards))
+                                         load=functools.partial(load_again, one, twins(cards)))
         stack.pop_all()
     return Models([served[id(one)] for one in wanted], functools.partial(put_away, release))
 
 
 def load_again(wanted: Wanted, cards: list):
-    """An engine of a model, on a server that runs."""
-    engine = wanted.load(twins(cards), progress=False)
+    """An engine of a model, on a server that runs. The cards are the model's own, and keep its kernels."""
+    engine = wanted.load(cards, progress=False)
     freeze()
     return engine
 

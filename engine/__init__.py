@@ -33,4 +33,5 @@
     plan.py             what a model takes of the cards, which layers go where, how long passes take
     pipes.py            what the pipes of an emulated card do in a decode step
     text_engine.py      what an engine offers a server
+    served.py           the models of a server: which one a request means, which are loaded, which make room
 """

@@ -212,6 +212,20 @@ class Models:
             served.n_users += 1
             return served.engine
 
+    @contextlib.contextmanager
+    def held(self):
+        """The engines of all models that are loaded, failed ones as well; they stay while the `with` body runs."""
+        with self.changed:
+            loaded = [one for one in self.served if one.engine is not None]
+            engines = [one.engine for one in loaded]
+            for one in loaded:
+                one.n_users += 1
+        try:
+            yield engines
+        finally:
+            for one in loaded:
+                self.give_back(one, is_use=False)
+
     def give_back(self, served: Served, is_use: bool = True):
         """A request needs the engine no longer. is_use: whether it counts, so that the model is not idle."""
         with self.changed:
@@ -314,7 +328,6 @@ class Models:
             if served.n_users or served.engine.reason is None and not served.may_go():
                 return
             engine, served.engine = served.engine, None
-            # Facts of a model that is not loaded are kept where `load` is, by whoever made this Served.
         try:
             self.put_away(engine)
         except Exception as error:      # a card that has failed raises its error again

@@ -107,7 +107,8 @@ def three() -> Models:
 @pytest.mark.parametrize("kind, name, wanted", [
     ("text", "qwen3.5-9b", "qwen3.5-9b"), ("text", "qwen3.5-9b-coder:latest", "qwen3.5-9b-coder"),
     ("text", "default", "qwen3.5-9b"), ("text", "code:latest", "qwen3.5-9b-coder"),
-    ("text", "Coder", "qwen3.5-9b-coder"), ("text", "9b", "qwen3.5-9b"), ("text", "claude", "qwen3.5-9b"), ("text", None, "qwen3.5-9b"),
+    ("text", "Coder", "qwen3.5-9b-coder"), ("text", "9b", "qwen3.5-9b"), ("text", "claude", "qwen3.5-9b"),
+    ("text", None, "qwen3.5-9b"),
     ("text", "", "qwen3.5-9b"), ("text", "embedding", "qwen3.5-9b"), ("embedding", "anything", "bge"),
     ("embedding", "embedding-3", "bge"), (None, "bge", "bge"), (None, "other", "qwen3.5-9b")])
 def test_the_model_that_a_name_means(kind, name, wanted):
@@ -478,6 +479,15 @@ def test_metrics_are_by_model(machine):
     assert [found["qengine:model_loaded", name] for name in ("there", "a", "b")] == [1, 1, 0]
     assert [found["qengine:model_loads_total", name] for name in ("there", "a", "b")] == [0, 1, 0]
     assert found["qengine:generation_tokens_total", "a"] >= 1 and ("qengine:num_requests_running", "b") not in found
+
+
+def test_counts_are_read_of_models_that_stay_meanwhile(machine):
+    one = machine("first", idle=0.05)
+    one.ask("first")
+    with one.models.held() as engines:
+        time.sleep(0.3)
+        assert one.loaded == ["first"] and [engine.name for engine in engines] == ["first"]
+    one.wait_for(lambda: one.loaded == [])
 
 
 def test_the_server_cannot_lend_what_was_never_there(machine):
