@@ -20,7 +20,7 @@ examples:
   python qengine.py -m hf:OWNER/NAME -p "Who?" --image cat.jpg      ask about a picture
   python qengine.py -m model.gguf --serve                           OpenAI-compatible server on port 8080
   python qengine.py -m m.gguf --serve --embedding-model e.gguf      the same, with /v1/embeddings
-  python qengine.py -m a=a.gguf -m b=b.gguf,idle=10m --serve        two models, one of them loaded when asked for
+  python qengine.py -m a=a.gguf -m b=b.gguf,idle=10m --serve        two models, one loaded when asked for
   python qengine.py -m model.gguf --perplexity text.txt             how well the model predicts a text
   python qengine.py --probe                                         what this card's pipes and memory can do
   python qengine.py -m model.gguf --bench                           how fast the model runs on it
