@@ -73,7 +73,8 @@ def open_models(options) -> list[Wanted]:
     """The models of a server, those of -m first. Raises ModelError, RequestError."""
     named = [open_named(own, len(options.each)) for own in options.each] if is_several(options) else [open_one(options)]
     found = [*named, *open_side(options)]
-    for name, n in collections.Counter(one.model.name for one in found).items():
+    names = collections.Counter(name for one in found for name in (one.model.name, *one.aliases))
+    for name, n in names.items():
         if n > 1 and is_several(options):
             raise RequestError("model", f"-m: {n} models have the name {name}: -m NAME=FILE gives one another name")
     return found
@@ -94,7 +95,8 @@ def open_named(options, n_models: int) -> Wanted:
 
 def opened(options, model: "qengine.OpenModel", card: str | None, **more) -> Wanted:
     wishes = Wishes.of(options)
-    wishes.check(model)
+    if model.kind == "text" or not is_several(options):     # what is said for all of several is for those with chats
+        wishes.check(model)
     check_eyes(options, model)
     return Wanted(model, asked(options), card, defaults=wishes.defaults(sampling_of(options)), **more)
 
@@ -137,8 +139,9 @@ class Deck:
             return self.first[:1]
         if wanted.card == self.named:
             return self.first
-        return [self.known.get(card.name) or self.known.setdefault(card.name, self.wrap(card))
-                for card in qengine.open_named(wanted.card)]
+        cards = qengine.open_named(wanted.card)
+        return type(cards)(self.known.get(card.name) or self.known.setdefault(card.name, self.wrap(card))
+                           for card in cards)
 
     def planned(self) -> "Deck":
         """The same cards on paper, with what is free on them now."""

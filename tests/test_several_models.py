@@ -14,7 +14,7 @@ import pytest
 import qengine
 from api.service import create_app
 from cli.main import main
-from cli.models import ModelArgument, load_models, model_argument, open_models
+from cli.models import Deck, ModelArgument, load_models, model_argument, open_models
 from cli.options import build_parser, check_options
 from cli.serve import free, slots_of
 from kernels.emulated.card import EmulatedCard
@@ -67,12 +67,12 @@ def test_a_file_is_a_file_whatever_its_name(tmp_path, monkeypatch):
     (["-m", f"a={TINY}", "-m", f"b={SMALL},aliases=c,a"], "two models have the name a"),
     (["-m", TINY, "-m", TINY], f"2 models have the name {TINY}"),
     (["-m", f"a={TINY}", "--go-on", "--serve", "0"], "--go-on is for one model"),
-    (["-m", f"a={TINY}", "-m", "b=nothing.gguf"], "nothing.gguf"),
-    (["-m", f"a={ROWS},thinking=on,chat-template-kwargs={{\"x\": 1}}"], "'enable_thinking'|has none")], ids=str)
+    (["-m", f"a={TINY}", "-m", f"b={SMALL},aliases=" + TINY, "-m", TINY], f"2 models have the name {TINY}"),
+    (["-m", f"a={TINY}", "-m", "b=nothing.gguf"], "nothing.gguf")], ids=str)
 def test_a_mistake_is_one_sentence(capsys, arguments, words):
     task = [] if "--serve" in arguments else ["--plan"]
     code, out, err = run(capsys, *arguments, *task, "--card", "emulated")
-    assert code == 2 and any(word in err.splitlines()[-1] for word in words.split("|")) and "Traceback" not in err
+    assert code == 2 and words in err.splitlines()[-1] and "Traceback" not in err
 
 
 @pytest.mark.parametrize("task", [["-p", "hi"], ["--chat"], ["--bench"], ["--perplexity", "x"]], ids=str)
@@ -90,6 +90,26 @@ def test_each_model_has_the_options_of_all_and_its_own():
         ("a", 512, 2), ("b", 1024, 3)]
     assert [one.defaults.sampling["temperature"] for one in (a, b)] == [0.5, 0.75]
     assert [one.defaults.thinking for one in (a, b)] == [False, None] and slots_of(options) == 5
+
+
+def test_what_is_said_for_all_is_for_those_whom_it_concerns():
+    variables = "--chat-template-kwargs", '{"enable_thinking": false, "more": 1}'
+    chat, rows = open_models(parsed("-m", f"a={TINY}", "-m", f"b={ROWS}", *variables))
+    assert chat.defaults.thinking is False and chat.defaults.template_kwargs == {"more": 1}
+
+
+def test_a_model_without_cards_of_its_own_takes_those_of_all(monkeypatch):
+    """As alone: the first one if it fits there, although another model names its cards."""
+    opened = {None: [EmulatedCard(0, 1 << 28), EmulatedCard(1, 1 << 28)]}
+    opened["cuda:1"] = opened[None][1:]
+    monkeypatch.setattr(qengine, "open_cards", lambda which=None: opened[which])
+    options = build_parser().parse_args(["-m", f"a={TINY},card=cuda:1", "-m", f"b={TINY}", "--plan"])
+    check_options(build_parser(), options)
+    a, b = open_models(options)
+    deck = Deck(a.card)
+    assert [card.number for card in a.planner(deck.of(a)).cards] == [1]
+    assert [card.number for card in b.planner(deck.of(b)).cards] == [0]
+    assert deck.of(b)[1] is deck.of(a)[0]
 
 
 # ---- plans ----------------------------------------------------------------------------------------------------------
