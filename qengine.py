@@ -2270,7 +2270,7 @@ def load(model: str | Path | OpenModel = DEFAULT_MODEL, card: str | Card | list[
          ctx: int | None = None, slots: int = 1, chunk: int | None = None, progress: bool = True,
          kv_tokens: int | None = None, checkpoint_memory: int | None = None, *,
          checkpoint_host_memory: int | None = None, split: tuple[int, ...] | None = None,
-         draft: int | str = "auto", expert_memory: int | None = None, products: str = "auto",
+         draft: int | str = "auto", expert_memory: int | None = None, products: str = "auto", memory: int | None = None,
          mmproj: str | Path | None = None, image_tokens: tuple[int, int] | None = None) -> Engine | Pooling:
     """Load a GGUF file, one of the Hub by the name "hf:OWNER/NAME:Q4_K_M", or random weights by the name
     "synthetic:0.8b", "synthetic:9b:q4_k", ..., ready to generate. An embedding or a reranking model becomes a Pooling
@@ -2287,14 +2287,15 @@ def load(model: str | Path | OpenModel = DEFAULT_MODEL, card: str | Card | list[
     kv_tokens: room for keys and values, in tokens, of all slots and of what is kept for later prompts; at least ctx.
     checkpoint_memory, checkpoint_host_memory: bytes for the states from which later prompts go on, on the card and in
     the host's memory. `engine.plan.choose_sizes` has the defaults of these three.
+    memory: bytes that engines take of each card at most; None leaves a card's limit as it is (`Card.limit`).
     draft: most drafts of an answer in a decode step, 0 to 7; "off" is 0, "auto" is as many as pay. expert_memory: bytes
-    of each card for the experts of a mixture of experts (engine/expert_store.py); by default for all. products: what
-    multiplies the rows of prompts, "dp4a", "tensor" or the faster (kernels/products.py). mmproj: the file of a model's
-    eyes, "synthetic" or "none"; by default that beside a model of the Hub. image_tokens: fewest and most of a picture.
+    of each card for experts (engine/expert_store.py); by default for all. products: what multiplies the rows of
+    prompts, "dp4a", "tensor" or the faster (kernels/products.py). mmproj: the file of a model's eyes, "synthetic" or
+    "none"; by default that beside a model of the Hub. image_tokens: fewest and most of a picture.
     Raises ModelError, RequestError, CompileError, CardError (OutOfMemory shows what did not fit, and what would).
     """
     opened = model if isinstance(model, OpenModel) else open_model(model)
-    demand = opened.demand(ctx, draft, slots=slots, chunk=chunk, kv_tokens=kv_tokens, split=split,
+    demand = opened.demand(ctx, draft, slots=slots, chunk=chunk, kv_tokens=kv_tokens, split=split, memory=memory,
                            expert_memory=expert_memory, products=products, mmproj=mmproj, image_tokens=image_tokens,
                            checkpoint_memory=checkpoint_memory, checkpoint_host_memory=checkpoint_host_memory)
     planner = measured_planner(opened, card, demand)

@@ -37,7 +37,7 @@ from kernels.open import open_cards
 from kernels.operands import Matrix
 
 from .checks import CheckBench, bench_checks, room_for, run_tokens
-from .engines import expert_memory, traced, write_json
+from .engines import memories, traced, write_json
 from .options import CONTEXTS, DECODE_STEPS, EMULATED_LENGTH, PROMPT_LENGTHS, REPEATS
 
 
@@ -327,7 +327,7 @@ def bench_cards(model: qengine.OpenModel, cards: list[Card] | None, emulated: bo
     n_ctx = max(*lengths, *contexts) + max(n_steps + 1, drafts and room_for(n_tokens))
     wishes = {"slots": options.batch, "kv_tokens": options.batch * pages_for(n_ctx) * PAGE_TOKENS,
               "checkpoint_memory": 0, "split": options.split,       # every slot has pages of its own
-              "expert_memory": expert_memory(options), "products": options.products}
+              "products": options.products, **memories(options)}
     planner = qengine.make_planner(model, cards, Demand(n_ctx, drafts=drafts, **wishes))
     if drafts:                                                      # and a checkpoint, to begin again there
         states = max(stage.state_bytes for stage in planner.plan.on_paper)

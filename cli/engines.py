@@ -58,7 +58,7 @@ def asked(options) -> dict:
     draft = "off" if options.perplexity is not None else "auto" if options.draft is None else options.draft
     return {"ctx": options.ctx, "slots": options.slots, "kv_tokens": options.kv_tokens, "checkpoint_memory": on_card,
             "checkpoint_host_memory": on_host, "split": options.split, "draft": draft,
-            "expert_memory": expert_memory(options), "products": options.products, "image_tokens": options.image_tokens,
+            **memories(options), "products": options.products, "image_tokens": options.image_tokens,
             "mmproj": options.mmproj if shows_pictures(options) else "none"}
 
 
@@ -76,9 +76,10 @@ def check_eyes(options, model: "qengine.OpenModel"):
                                  "with them, if there is one for this model")
 
 
-def expert_memory(options) -> int | None:
-    """--expert-memory in bytes."""
-    return None if options.expert_memory is None else int(options.expert_memory * 2**30)
+def memories(options) -> dict[str, int | None]:
+    """--memory and --expert-memory in bytes, as arguments of `qengine.load`."""
+    return {name: None if (size := getattr(options, name)) is None else int(size * 2**30)
+            for name in ("memory", "expert_memory")}
 
 
 def load_engine(model: "qengine.OpenModel", options) -> "qengine.Engine":

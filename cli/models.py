@@ -18,7 +18,7 @@ from engine.served import Defaults, Facts, Models, Served
 from engine.text_engine import wrong_kind
 from kernels.card import PlannedCard
 
-from .engines import Wishes, asked, check_eyes
+from .engines import Wishes, asked, check_eyes, memories
 from .named import is_several
 
 # ---- opened --------------------------------------------------------------------------------------------------
@@ -111,7 +111,8 @@ def open_side(options) -> list[Wanted]:
             if model.kind != kind:
                 raise wrong_kind(model, kind)
             card = getattr(options, f"{kind}_card")
-            found.append(Wanted(model, {"products": options.products}, card, is_side=True))
+            arguments = {"products": options.products, "memory": memories(options)["memory"]}
+            found.append(Wanted(model, arguments, card, is_side=True))
     return found
 
 
@@ -125,12 +126,12 @@ def in_order(wanted: list[Wanted]) -> list[Wanted]:
 
 
 class Deck:
-    """The cards of all models. named: the name of those of the first model."""
+    """The cards of all models. first: the model that names most of them, and says how much may be taken of each."""
 
-    def __init__(self, named: str | None, wrap=lambda card: card):
-        self.named, self.wrap = named, wrap
-        cards = qengine.open_named(named)
-        self.first = type(cards)(map(wrap, cards))
+    def __init__(self, first: Wanted, wrap=lambda card: card):
+        self.named, self.memory, self.wrap = first.card, first.arguments["memory"], wrap
+        cards = qengine.open_named(self.named)
+        self.first = type(cards)(map(self._limited, cards))
         self.known = {card.name: card for card in self.first}       # by their own names
 
     def of(self, wanted: Wanted) -> list:
@@ -140,8 +141,13 @@ class Deck:
         if wanted.card == self.named:
             return self.first
         cards = qengine.open_named(wanted.card)
-        return type(cards)(self.known.get(card.name) or self.known.setdefault(card.name, self.wrap(card))
+        return type(cards)(self.known.get(card.name) or self.known.setdefault(card.name, self._limited(card))
                            for card in cards)
+
+    def _limited(self, card):
+        if self.memory is not None:
+            card.limit(self.memory)         # first: a card on paper begins with what is free
+        return self.wrap(card)
 
     def planned(self) -> "Deck":
         """The same cards on paper, with what is free on them now."""
@@ -167,7 +173,7 @@ def set_aside(planner):
 def load_models(wanted: list[Wanted], release) -> Models:
     """The models of a server, those loaded that always are. release(engine): closes an engine and gives back its
     memory. Raises ModelError, RequestError, CardError; then none stays loaded."""
-    deck, served = Deck(wanted[0].card), {}
+    deck, served = Deck(wanted[0]), {}
     with contextlib.ExitStack() as stack:
         for one in in_order(wanted):
             cards = deck.of(one)
@@ -211,7 +217,7 @@ def plans(wanted: list[Wanted]):
         planner.check()
         yield planner.report()
         return
-    always = Deck(wanted[0].card, PlannedCard)
+    always = Deck(wanted[0], PlannedCard)
     for one in in_order(wanted):
         if one.idle is not None:
             break

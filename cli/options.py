@@ -50,7 +50,7 @@ GOES_WITH = {"raw": ["prompt"], "slots": ["serve", "plan", "print_config"], "kv_
                               "expert_hits"], ["bench"]),
              "draft": ["prompt", "chat", "serve", "bench", "plan"], "image": ["prompt"],
              **dict.fromkeys(["mmproj", "image_tokens"], ["image", "chat", "serve", "plan"]),
-             "products": ["prompt", "chat", "serve", "perplexity", "bench", "plan"],
+             **dict.fromkeys(["products", "memory"], ["prompt", "chat", "serve", "perplexity", "bench", "plan"]),
              "system": ["prompt", "chat"],
              **dict.fromkeys([*SAMPLING, "thinking", "chat_template_kwargs", "repetition_guard"],
                              ["prompt", "chat", "serve"])}
@@ -306,6 +306,10 @@ def add_machine(parser: Parser):
     machine.add_argument("--products", choices=WISHES, default="auto",
                          help="what multiplies the rows of prompts: dp4a, or tensor cores, with the same results; auto "
                               "measures both on each card and takes the faster one for each size (default: auto)")
+    machine.add_argument("--memory", metavar="GB", type=within(float, 0, 1e6),
+                         help="memory of each card that may be taken, for weights, keys and values, states and "
+                              "workspaces together; what the driver itself needs comes on top (default: all that is "
+                              "free)")
     machine.add_argument("--expert-memory", metavar="GB", type=within(float, 0, 1e6),
                          help="memory of each card for the experts of a mixture of experts; all of them then lie in "
                               "host memory, and those that the card lacks are read over the link (default: for all, "

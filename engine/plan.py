@@ -438,6 +438,7 @@ class Demand:
     split: tuple[int, ...] | None = None
     drafts: int = 0             # most drafts of an answer in a decode step
     expert_memory: int | None = None    # bytes of each card for experts; None: for all, if they fit
+    memory: int | None = None   # bytes of each card that engines may take; None: what the card allows now
     packed: bool = False        # passes are over parts of several texts, one for each slot, and nothing is decoded
     products: str = "auto"      # which kernels multiply the rows of prompts, see kernels/products.py
     eyes: object = None         # the Eyes of engine/sight.py, if the model is to see
@@ -459,8 +460,9 @@ class Demand:
             raise RequestError("chunk", f"chunk must be at most {LARGEST_CHUNK}, not {self.chunk}")
         if self.n_ctx > LONGEST_CTX:
             raise RequestError("ctx", f"ctx must be at most {LONGEST_CTX}, not {self.n_ctx}")
-        if self.expert_memory is not None and self.expert_memory < 0:
-            raise RequestError("expert_memory", f"expert_memory must be 0 or more, not {self.expert_memory}")
+        for name in "expert_memory", "memory":
+            if (value := getattr(self, name)) is not None and value < 0:
+                raise RequestError(name, f"{name} must be 0 or more, not {value}")
         if self.products not in WISHES:
             raise RequestError("products", f"products must be {', '.join(WISHES)}, not {self.products!r}")
         if self.kv_tokens is not None and self.kv_tokens < self.n_ctx:
@@ -746,6 +748,9 @@ class Planner:
             raise RequestError("card", f"{blueprint.name} has {blueprint.n_layers} layers: {len(cards)} cards are too "
                                        "many")
         self.blueprint, self.demand, self.cards, self.spare = blueprint, demand, cards, list(spare)
+        if demand.memory is not None:
+            for card in [*cards, *spare]:
+                card.limit(demand.memory)
         self.plan = self.planned()
         if demand.expert_memory is not None and not self.costs.expert_bytes:
             raise RequestError("expert_memory", f"expert_memory: {blueprint.name} has no experts")
@@ -864,6 +869,10 @@ class Planner:
             found.append("--draft off")
         if d.split and self.planned(split=None).fits:
             found.append("no --split")
+        missing = [stage.total - stage.free for stage in self.plan.stages]
+        if d.memory is not None and all(n <= card.unused_bytes - card.free_bytes
+                                        for n, card in zip(missing, self.cards) if n > 0):
+            found.append(f"--memory {math.ceil((d.memory + max(missing)) / 2**30 * 10) / 10:g}")
         largest = max(self.cards, key=lambda card: card.free_bytes)
         for n in range(len(self.cards) + 1, min(MOST_CARDS, self.blueprint.n_layers) + 1):
             more = n - len(self.cards)

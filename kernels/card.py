@@ -88,6 +88,16 @@ class Memory:
     __del__ = release
 
 
+class Taken:
+    """What the Arrays of a card and of its twins take of its memory, and the most that they may take (None: all that
+    there is), in bytes."""
+
+    __slots__ = ("nbytes", "limit")
+
+    def __init__(self):
+        self.nbytes, self.limit = 0, None
+
+
 class HostMemory(Memory):
     """Host memory that a card reads and writes by its address, see `Card.attach`. The bytes are of the host, and stay
     when the card lets go of them."""
@@ -339,7 +349,7 @@ class Card:
     n_done counts the operations that are known to be finished. While it grows, the card is slow but does not hang.
 
     Each kind of card implements
-        memory         `_take`, `_give`, `pinned`
+        memory         `_take`, `_give`, `unused_bytes`, `pinned`
         copies         `_upload_now`, `_fill_now`, `_copy_in`, `_copy_out`, `_copy`, `_fill`
         launches       `_load`, `_enqueue`, `_begin_recording`, `_end_recording`, `_replay`
         order          `stream`, `synchronize`, `_hold` (a stream waits for an event),
@@ -359,6 +369,7 @@ class Card:
         self.max_shared = max_shared                     # bytes of shared memory that one block may have
         self.cache_dir = cache_dir
         self.allocations = {}                            # start address -> (bytes, name) of everything alive
+        self.taken = Taken()                             # twins share it, and the lock of memory
         self.n_freed = 0                                 # calls of `free`
         self.hangs = False                               # such a card frees nothing: the driver would never return
         self.observer = None                             # an Observer, see `observed_by`
@@ -379,6 +390,21 @@ class Card:
 
     # -- memory --
 
+    @property
+    def free_bytes(self):
+        """Bytes for further Arrays."""
+        taken = self.taken
+        return self.unused_bytes if taken.limit is None else min(self.unused_bytes, taken.limit - taken.nbytes)
+
+    def limit(self, nbytes):
+        """From now on, the Arrays of this card and of its twins take no more than nbytes together; None: all there is.
+        What a driver takes for itself does not count."""
+        self.taken.limit = nbytes
+
+    def _held(self, nbytes):
+        """Bytes that an allocation counts for. In drivers, small ones share a granule."""
+        return nbytes if nbytes < self.granule // 2 else nbytes + -nbytes % self.granule
+
     def alloc(self, shape, dtype, name=""):
         """An Array with undefined contents. Raises OutOfMemory."""
         shape = (shape,) if isinstance(shape, (int, np.integer)) else shape
@@ -389,14 +415,25 @@ class Card:
         nbytes += -nbytes % ALIGNMENT
         with self._memory_lock:
             try:
-                ptr, backing = self._take(nbytes)
+                ptr, backing = self._take_within(nbytes)
             except MemoryError:
-                free, total = show_bytes(self.free_bytes), show_bytes(self.memory_bytes)
+                limit = self.taken.limit
+                free = show_bytes(max(self.free_bytes, 0))
+                total = show_bytes(self.memory_bytes if limit is None else min(limit, self.memory_bytes))
                 what = f"{name or 'an array'} ({dtype.name}{list(shape)})"
                 raise OutOfMemory(f"{what} needs {show_bytes(nbytes)}, but {free} of {total} are free on "
                                   f"{self.name}") from None
             self.allocations[ptr] = math.prod(shape) * dtype.itemsize, name
         return Array(Memory(self, ptr, nbytes, name, backing), ptr, shape, dtype, name)
+
+    def _take_within(self, nbytes):
+        """`_take` within the limit. Raises MemoryError."""
+        taken, held = self.taken, self._held(nbytes)
+        if taken.limit is not None and taken.nbytes + held > taken.limit:
+            raise MemoryError
+        found = self._take(nbytes)
+        taken.nbytes += held
+        return found
 
     def zeros(self, shape, dtype, name=""):
         """An Array of zeros, ready for every stream."""
@@ -449,6 +486,7 @@ class Card:
     def _return(self, memory):
         with self._memory_lock:
             self.allocations.pop(memory.ptr, None)
+            self.taken.nbytes -= self._held(memory.nbytes)
             self._give(memory)
 
     def _forget(self, memory):
@@ -733,6 +771,11 @@ class PlannedCard(Card):
     @property
     def free_bytes(self):
         return self._free
+
+    unused_bytes = free_bytes
+
+    def limit(self, nbytes):
+        """Does nothing: `free_bytes` began within the limit of the card that this one stands for."""
 
     def set_aside(self, nbytes):
         """Counts as taken from now on."""

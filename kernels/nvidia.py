@@ -141,7 +141,9 @@ class NvidiaCard(Card):
 
     def twin(self):
         """Another Card of this device."""
-        return NvidiaCard(self.number, self.cache_dir)
+        twin = NvidiaCard(self.number, self.cache_dir)
+        twin.taken, twin._memory_lock = self.taken, self._memory_lock
+        return twin
 
     def facts(self):
         """Adds UUID, driver, memory clock and bus width, and the speed at which the link runs at this moment."""
@@ -173,7 +175,7 @@ class NvidiaCard(Card):
     # -- memory --
 
     @property
-    def free_bytes(self):
+    def unused_bytes(self):
         return self.call(driver.cuMemGetInfo)[0]
 
     def _take(self, nbytes):

@@ -592,6 +592,25 @@ def a_planned_card_adds_up_and_does_nothing(card):
 
 
 @case
+def a_limit_holds_for_a_card_and_its_twins(card):
+    twin, before = card.twin(), card.taken.nbytes
+    card.limit(before + (8 << 20))
+    try:
+        x = twin.alloc((3 << 20) + 1, "int8", "x")
+        held = (3 << 20) + 1 + -((3 << 20) + 1) % card.granule
+        assert card.free_bytes == twin.free_bytes == (8 << 20) - held
+        with pytest.raises(OutOfMemory, match="y .*needs 6.0 MB, but .* are free"):
+            card.alloc(6 << 20, "int8", "y")
+        twin.free(x)
+        assert card.free_bytes == 8 << 20 and len(card.alloc(6 << 20, "int8")) == 6 << 20
+        planned = PlannedCard(card)
+        planned.alloc(16 << 20, "int8")         # a plan may want more than there is, and says so
+        assert planned.free_bytes < 0
+    finally:
+        card.limit(None)
+
+
+@case
 def description(card):
     assert str(card.n_sms) in card.describe() or "thread" in card.describe()
     assert show_bytes(999) == "999 bytes" and show_bytes(3 << 29) == "1.5 GB"

@@ -278,3 +278,50 @@ def test_the_chunk_of_a_stage_leaves_room_for_a_context_and_all_slots(layers, mo
     row = large.model.row_bytes() + 2 * 4 * 256 * hops          # two buffers of each hop, float32
     memory = large.weight_bytes + 64 * large.page_bytes + 5 * large.state_bytes + 8 * 896 * row
     assert large.chunk == 4096 and stage(memory).chunk == 896 and stage(memory - 256).chunk == 832
+
+
+# ---- a bound on what is taken ------------------------------------------------------------------------------
+
+def test_engines_take_no_more_than_they_may():
+    card = EmulatedCard(memory_bytes=700 * MB)
+    free = qengine.load("synthetic:tiny", card=card.twin(), progress=False, ctx=1024)
+    usual = card.memory_bytes - card.free_bytes
+    free.close()
+    del free
+    gc.collect()
+    assert card.free_bytes == 700 * MB
+    bounded = qengine.load("synthetic:tiny", card=card, progress=False, ctx=1024, memory=40 * MB)
+    gc.collect()
+    assert bounded.generate([1] * 700, max_tokens=3, ignore_eos=True)
+    assert 0 < 40 * MB - card.free_bytes <= 40 * MB < usual     # fewer pages and checkpoints
+    assert card.twin().free_bytes == card.free_bytes            # what engines take together counts
+    with pytest.raises(OutOfMemory, match=r"needs 40.0 MB, but .* MB of 40.0 MB are free on emulated card 0"):
+        card.twin().alloc(40 * MB, "int8", "too much")
+    with pytest.raises(OutOfMemory, match="does not fit"):
+        qengine.load("synthetic:tiny", card=card.twin(), progress=False, ctx=1024)      # the limit stays
+    bounded.close()
+
+
+def test_a_plan_within_a_bound():
+    bounded = planner("synthetic:9b", typed(H100), memory=16 << 30)
+    assert bounded.longest_context() == planner("synthetic:9b", typed(CMP_100_210)).longest_context()
+    assert bounded.plan.stages[0].total <= bounded.plan.stages[0].free == 16 << 30
+    assert planner("synthetic:9b", typed(H100), memory=200 << 30).plan.stages[0].free == H100.memory  # there is no more
+
+
+@pytest.mark.parametrize("gigabytes, n_ctx", [(9, 4096), (12, 262144), (0, 64)])
+def test_what_would_do_is_said_and_does(gigabytes, n_ctx):
+    plans = planner("synthetic:9b", typed(H100), n_ctx=n_ctx, memory=gigabytes << 30)
+    wish = next(change for change in plans.changes() if change.startswith("--memory "))
+    more = float(wish.removeprefix("--memory "))
+    assert planner("synthetic:9b", typed(H100), n_ctx=n_ctx, memory=int(more * 2**30)).plan.fits
+    assert not planner("synthetic:9b", typed(H100), n_ctx=n_ctx, memory=int((more - 0.2) * 2**30)).plan.fits
+    with pytest.raises(OutOfMemory, match=rf"does not fit:\n(.|\n)*too much\nit would with (.|\n)*{wish}"):
+        plans.check()
+
+
+def test_memory_that_the_card_lacks_is_not_proposed():
+    changes = planner("synthetic:27b", typed(CMP_100_210), n_ctx=4096, memory=16 << 30).changes()
+    assert changes and not any(change.startswith("--memory") for change in changes)
+    with pytest.raises(qengine.RequestError, match="memory must be 0 or more, not -1"):
+        planner("synthetic:tiny", typed(H100), memory=-1)

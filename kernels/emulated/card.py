@@ -18,7 +18,6 @@ import platform
 import random
 import threading
 import time
-import types
 import weakref
 from collections import deque
 from contextlib import contextmanager, suppress
@@ -72,7 +71,6 @@ class EmulatedCard(Card):
         shared = min(MAX_SHARED.get(cc, 96 << 10), like.shared_per_block if like else 96 << 10)
         super().__init__(f"emulated card {number}", cc, like.n_sms if like else self.threads,
                          memory_bytes or default_memory(), shared, Path(cache_dir))
-        self._taken = types.SimpleNamespace(nbytes=0)    # twins share it
         self._log = None                                 # inside `counting`: the list of what was counted
         self._checking = checked                         # whether launches are checked now
         self._links = {"in": threading.Lock(), "out": threading.Lock()}
@@ -94,7 +92,7 @@ class EmulatedCard(Card):
         """Another card with the same memory and the same link."""
         twin = EmulatedCard(self.number, self.memory_bytes, self.threads, link_gbs=self.link_gbs, late=self.late,
                             checked=self.checked, cc=self.cc, like=self.like, cache_dir=self.cache_dir)
-        twin._taken, twin._memory_lock, twin._links = self._taken, self._memory_lock, self._links
+        twin.taken, twin._memory_lock, twin._links = self.taken, self._memory_lock, self._links
         return twin
 
     @property
@@ -104,20 +102,18 @@ class EmulatedCard(Card):
     # -- memory --
 
     @property
-    def free_bytes(self):
-        return self.memory_bytes - self._taken.nbytes
+    def unused_bytes(self):
+        return self.memory_bytes - self.taken.nbytes
 
     def _take(self, nbytes):
-        if nbytes > self.free_bytes:
+        if nbytes > self.unused_bytes:
             raise MemoryError
         around = GAP if self.checked else 0
         backing = np.empty(nbytes + ALIGNMENT + 2 * around, np.uint8)
-        self._taken.nbytes += nbytes
         start = backing.ctypes.data + around
         return start + -start % ALIGNMENT, backing
 
     def _give(self, memory):
-        self._taken.nbytes -= memory.nbytes
         if self.checked:
             memory.backing[:] = POISON
             self._freed.append((memory.ptr, memory.nbytes, memory.name, memory.backing))
