@@ -1821,19 +1821,18 @@ class Scheduler(Rounds):
         return self.cache.n_available - sum(s.n_pages - len(s.pages) for s in self.running)
 
     def _prefill(self, sequence: Sequence):
-        """Queue the next pass of a prompt, or a part of it if answers run."""
+        """Queue the next pass of a prompt, or a part of it."""
         if not sequence.has_begun:
             self._begin(sequence)
         if not self.progress:
             self.progress = self._plan_pass(sequence)
         pieces = self.progress.pieces
-        self._queue_part(self.turns.n_pieces(pieces) if self._has_answers() else len(pieces))
+        self._queue_part(self.turns.n_pieces(pieces, self._has_answers()))
 
     def _plan_pass(self, sequence: Sequence) -> Progress:
         """The next pass of a prompt. Passes start at multiples of 64, so no result depends on their size."""
-        start, limit = sequence.n_computed, self.chunk
-        if self._has_answers():
-            limit = self.turns.most_rows(limit, lambda rows: sum(self.pipeline.piece_seconds(rows, start)))
+        start, seconds = sequence.n_computed, self.pipeline.piece_seconds
+        limit = self.turns.most_rows(self.chunk, lambda rows: seconds(rows, start), self._has_answers())
         sequence.last_pass = self.pipeline.pass_rows(start, sequence.n_prompt, limit, sequence.last_pass)
         end = start + sequence.last_pass
         if sequence.pictures and (placed := sequence.pictures.place(start, end, self.pipeline.gallery, self._ahead())):
@@ -1863,8 +1862,7 @@ class Scheduler(Rounds):
             span = self.pipeline.prefill(sequence.ids[run.start:run.end], sequence.slot, run.start, marks, *part,
                                          seen=sequence.pictures.seen(run.start, run.end, self.pipeline.gallery))
         run.has_begun = True
-        if has_answers:
-            self.turns.add_part(sum(queued), span)
+        self.turns.add_part(sum(queued), span, has_answers)
         if not run.pieces:
             self.progress = None
             self._end_pass(run)
@@ -1876,7 +1874,7 @@ class Scheduler(Rounds):
         if run.placed:          # next comes what they were encoded for: before it, no other picture takes their rows
             self.progress = self._plan_pass(sequence)
             return
-        sequence.n_computed = end
+        sequence.n_computed = sequence.generation.n_read = end
         nodes = self.cache.join(sequence, end)
         for at, number in run.marks:
             self.cache.keep(nodes[at], number)
@@ -1901,7 +1899,7 @@ class Scheduler(Rounds):
         number = self.cache.fetch(sequence.node)
         self.pipeline.prepare_slot(sequence.slot, generation.request, number, sequence.pictures.lag)
         self.pipeline.set_pages(sequence.slot, sequence.pages)
-        sequence.n_computed = generation.n_cached = sequence.node.depth * PAGE_TOKENS
+        sequence.n_computed = generation.n_cached = generation.n_read = sequence.node.depth * PAGE_TOKENS
         sequence.marks = self._checkpoints(tokens, sequence.n_computed, known)
         sequence.has_begun = True
         self.totals["cache_hits"] += generation.n_cached > 0

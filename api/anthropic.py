@@ -226,7 +226,7 @@ class Answer:
 
     def events(self, generations):
         """The events of a stream: the message's start, its blocks one after the other, its end."""
-        return kept_alive(self._written(generations), event("ping"))
+        return kept_alive(self._written(generations), event("ping"), generations)
 
     def _written(self, generations):
         [generation] = generations

@@ -5,10 +5,12 @@
 
 `accepted` is the share of the drafts that were right; both stand only where drafts were checked. Of a model whose
 experts do not all lie on the cards, `expert_hits` is the share that decode steps found there while the request ran, in
-steps of all requests. The line is written
-when the last byte of the answer is written, or when the client has gone. The id is taken from the request's header
-X-Request-Id, if that is a sensible one, and sent back in the same header. Where a request has several answers, the
-counts and tokens_per_s are of all answers together. Text of prompts is logged only with --log-prompts.
+steps of all requests. The line is written when the last byte of the answer is written, or when the client has gone.
+The id is taken from the request's header X-Request-Id, if that is a sensible one, and sent back in the same header.
+Where a request has several answers, the counts and tokens_per_s are of all answers together. Text of prompts is logged
+only with --log-prompts. While a long prompt is read, a line every few seconds says how much of it is read:
+
+    id=5c0e... method=POST path=/v1/chat/completions seconds=10.112 prompt=131072 read=32768
 """
 
 import contextlib
@@ -25,8 +27,10 @@ import flask
 import tqdm
 
 from engine.pooling import TextsRequest
+from engine.request import read_of
 
 REFRESH_SECONDS = 0.25
+READING_SECONDS = 5         # between two lines about the reading of a prompt
 MAX_LINES = 8               # of running requests
 SANE_ID = re.compile(r"[\w.:-]{1,100}", re.ASCII)
 POLLED = {"/health", "/metrics", "/pipes", "/experts", "/waiting"}      # asked often, so not logged
@@ -45,6 +49,7 @@ class Exchange:
         self.status, self.started, self.ended = None, time.perf_counter(), None
         self.generations, self.engine = [], None        # Generations or TextsJobs, and whose
         self.served = None                              # the model that is lent to this request
+        self.told = self.started        # when a line was last written, or the request came
         self.experts_before = None
 
     def follow(self, engine, generations: list):
@@ -54,11 +59,25 @@ class Exchange:
             self.engine, self.experts_before = engine, experts_used(engine)
 
     def __str__(self):
-        fields = {"id": self.id, "method": self.method, "path": urllib.parse.quote(self.path[:200]),
-                  "status": self.status, "seconds": f"{self.ended - self.started:.3f}"}
+        fields = self.address | {"status": self.status, "seconds": f"{self.ended - self.started:.3f}"}
         if self.generations:
             fields |= self.counts()
-        return " ".join(f"{name}={value}" for name, value in fields.items())
+        return written(fields)
+
+    @property
+    def address(self) -> dict:
+        """The fields with which every line begins."""
+        return {"id": self.id, "method": self.method, "path": urllib.parse.quote(self.path[:200])}
+
+    def reading(self) -> str | None:
+        """The line on how much of its prompts is read; None where none is being read, or where the last line is not
+        long ago."""
+        now, (n_read, n_prompt) = time.perf_counter(), read_of(self.generations)
+        if now - self.told < READING_SECONDS or not 0 < n_read < n_prompt:
+            return None
+        self.told = now
+        fields = self.address | {"seconds": f"{now - self.started:.3f}", "prompt": n_prompt, "read": n_read}
+        return written(fields)
 
     def counts(self) -> dict:
         """The fields of the line that are about tokens, of all generations together."""
@@ -82,6 +101,10 @@ class Exchange:
         times = sorted(time for g in self.generations for time in g.token_times[:1] + g.token_times[-1:])
         n = sum(len(g.token_times) - 1 for g in self.generations if g.token_times)
         return n / (times[-1] - times[0]) if n > 0 else None
+
+
+def written(fields: dict) -> str:
+    return " ".join(f"{name}={value}" for name, value in fields.items())
 
 
 def experts_used(engine) -> tuple[int, int] | None:
@@ -139,6 +162,11 @@ class RequestLog:
             for observe in self.observers:
                 observe(exchange)
 
+    def tell(self, exchanges):
+        """Logs lines of those of these exchanges whose prompts are being read."""
+        for line in filter(None, (exchange.reading() for exchange in exchanges)):
+            logger.info(line)
+
     def write(self, exchange: Exchange):
         """Logs the line of an exchange that has ended."""
         quiet = exchange.path in POLLED and exchange.status in NO_NEWS
@@ -192,8 +220,10 @@ class Progress:
 def progress_line(exchange: Exchange) -> str:
     generations = exchange.generations
     n, speed = sum(g.n_generated for g in generations), exchange.tokens_per_s()
-    said = f"{n} tokens" + (f", {speed:.1f} tokens/s" if speed else "") if n else \
-        f"prompt of {sum(g.n_prompt for g in generations)} tokens"
+    n_read, n_prompt = read_of(generations)
+    said = f"prompt of {n_prompt} tokens" + f", {n_read} read" * (0 < n_read < n_prompt)
+    if n:
+        said = f"{n} tokens" + (f", {speed:.1f} tokens/s" if speed else "")
     return f"  {exchange.id[:8]}  {said}"
 
 

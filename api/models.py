@@ -73,7 +73,7 @@ def slots(service, fail_on_no_slot: str = "0"):
     engine = service.engine
     n = n_slots(engine)
     with service.changed:
-        running = [generation for generation, _ in service.open.values() if is_open(generation)][:n]
+        running = [generation for generation, *_ in service.open.values() if is_open(generation)][:n]
     if len(running) == n and fail_on_no_slot == "1":
         raise ServiceUnavailable("no slot is free", retry_after=1)
     return [slot(service, i, *running[i:i + 1]) for i in range(n)]

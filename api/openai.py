@@ -403,7 +403,7 @@ class Answer:
 
     def events(self, generations):
         """Server-sent events: a chunk per piece of an answer, as they come, usage if asked for, then [DONE]."""
-        return kept_alive(self._written(generations), ": keep-alive\n\n")
+        return kept_alive(self._written(generations), ": keep-alive\n\n", generations)
 
     def _written(self, generations):
         try:

@@ -81,7 +81,7 @@ def waiting(service, request: str = ""):
     """How many requests the engine takes before the one of this id: it takes them in the order of their arrival. 204
     where none of this id is open."""
     with service.changed:
-        generations = [generation for generation, _ in service.open.values() if is_open(generation)]
+        generations = [generation for generation, *_ in service.open.values() if is_open(generation)]
     own = [generation for exchange in service.log.running.copy().values() if exchange.id == request
            for generation in exchange.generations if generation in generations]
     if not own:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from werkzeug.exceptions import ServiceUnavailable
 
-from engine.request import Delta, deltas_of
+from engine.request import Delta, deltas_of, read_of
 from engine.tokenizer import Tokenizer
 
 from .tools import NotACall, Tool, overlap
@@ -206,6 +206,7 @@ class Reply:
         return parts
 
 
+READING_SECONDS = 1         # between two comments on how much of a prompt is read
 SILENCE_SECONDS = 15        # proxies take a stream for dead that is silent for long, as it is while a prompt is read
 
 
@@ -214,7 +215,7 @@ def together(generations, is_stream=False):
     comes. Raises ServiceUnavailable when a generation ends without a finish reason: it was cancelled because the server
     is closing, since a client that has left does not read on."""
     finished = set()
-    for said in deltas_of(generations, SILENCE_SECONDS / 10 if is_stream else None):
+    for said in deltas_of(generations, min(READING_SECONDS, SILENCE_SECONDS / 10) if is_stream else None):
         if said and said[1].finish_reason:
             finished.add(said[0])
         yield said
@@ -227,16 +228,26 @@ def whole(generation, is_stream=False):
     return (said and said[1] for said in together([generation], is_stream))
 
 
-def kept_alive(texts, sign: str):
+def kept_alive(texts, sign: str, generations=()):
     """The texts that a stream writes, and `sign` wherever it has written nothing for SILENCE_SECONDS.
 
     texts: some may be "", which says that there is nothing to write but time may have passed. Many tokens may come
-    before any of them is shown."""
-    written = time.monotonic()
+    before any of them is shown. generations: of a stream of server-sent events; comments say how much of their prompts
+    is read, one in READING_SECONDS at most."""
+    written, told = time.monotonic(), ""
     for text in texts:
-        if text or time.monotonic() - written >= SILENCE_SECONDS:
+        silence = time.monotonic() - written
+        if not text and silence >= READING_SECONDS and (news := reading(generations)) not in ("", told):
+            text = told = news
+        if text or silence >= SILENCE_SECONDS:
             yield text or sign
             written = time.monotonic()
+
+
+def reading(generations) -> str:
+    """A comment in a stream of server-sent events: how much of the prompts is read. "" where none is being read."""
+    n_read, n_prompt = read_of(generations)
+    return f": reading {n_read} of {n_prompt} tokens\n\n" if 0 < n_read < n_prompt else ""
 
 
 def cause_of(end) -> dict:

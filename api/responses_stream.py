@@ -41,7 +41,7 @@ class Answer:
 
     def events(self, generations):
         """Server-sent events, as they come. An answer that fails ends with response.failed and an error."""
-        return kept_alive(self._streamed(generations[0]), ": keep-alive\n\n")
+        return kept_alive(self._streamed(generations[0]), ": keep-alive\n\n", generations)
 
     def _streamed(self, generation):
         try:

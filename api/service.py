@@ -52,7 +52,7 @@ class Service:
         self.models, self.max_requests = models, max_requests
         self.started = int(time.time())
         self.changed = threading.Condition()        # guards what follows
-        self.open = {}      # id -> (Generation or TextsJob, function: has its client hung up?)
+        self.open = {}      # id -> (Generation or TextsJob, function: has its client hung up?, its Exchange)
         self.n_entering = 0                         # places taken by `places` for requests that are not in `open`
         self.n_large = 0                            # bytes of bodies that `memory_for` keeps memory for
         self.is_draining = False                    # requests with a body are refused; the open ones go on
@@ -172,10 +172,10 @@ class Service:
             with self.changed:
                 self.n_large -= n_bytes
 
-    def follow(self, generations: list, gone):
-        """From now on generations are open, and their client is watched. gone(): has it hung up?"""
+    def follow(self, generations: list, gone, exchange: log.Exchange):
+        """From now on generations of an exchange are open, and their client is watched. gone(): has it hung up?"""
         with self.changed:
-            self.open |= {id(generation): (generation, gone) for generation in generations}
+            self.open |= {id(generation): (generation, gone, exchange) for generation in generations}
             if self.closing:
                 self.release(generations)
             self.changed.notify_all()
@@ -189,13 +189,17 @@ class Service:
             self.changed.notify_all()
 
     def watch(self):
-        """Cancels generations whose clients hung up. Their handlers cannot notice that: they wait for a token."""
+        """Cancels generations whose clients hung up. Their handlers cannot notice that: they wait for a token. Logs how
+        much of long prompts is read."""
         while not self.closing:
             with self.changed:
                 self.changed.wait_for(lambda: self.open or self.closing)
-                gone = [generation for generation, is_gone in self.open.values() if is_gone()]
+                gone = [generation for generation, is_gone, _ in self.open.values() if is_gone()]
+                exchanges = list(dict.fromkeys(exchange for *_, exchange in self.open.values()))
             for generation in gone:
                 generation.cancel()
+            if exchanges:
+                self.log.tell(exchanges)
             time.sleep(POLL_SECONDS)
 
     def drain(self, seconds: float) -> bool:
@@ -215,7 +219,7 @@ class Service:
         with self.changed:
             self.closing = True
             self.changed.notify_all()
-            for generation, _ in self.open.values():
+            for generation, *_ in self.open.values():
                 generation.cancel()
             end = time.monotonic() + timeout
             while (self.open or self.n_entering) and (left := end - time.monotonic()) > 0:
@@ -280,7 +284,7 @@ class Answering:
             if isinstance(error, Exception):
                 raise
             raise RuntimeError(f"a library failed: {error!r}") from error   # a panic in Rust
-        self.follow(generations, client_watch())
+        self.follow(generations, client_watch(), flask.g.exchange)
         flask.g.exchange.follow(self.engine, generations)
         return generations, answer
 

@@ -83,7 +83,7 @@ class TextsJob(Job):
     """A TextsRequest on its way through an engine. It is finished ("stop") when all rows are there. It also has what
     logs ask of a Generation."""
 
-    n_generated = n_cached = 0
+    n_generated = n_cached = n_read = 0
     token_times = ()
     drafts = Drafts()
     cause = None

@@ -298,6 +298,7 @@ class Generation(Job):
         super().__init__(request, len(request.prompt_ids))
         self.constraint, self.pictures, self.n_generated = constraint, pictures, 0
         self.n_cached = 0           # tokens of the prompt that were not computed, because they were cached
+        self.n_read = 0             # tokens of the prompt so far that were cached, or whose passes are queued
         self.drafts = Drafts()      # how many were checked and accepted
         self.cause: str | None = None           # of the last Delta
         self.prompt_logprobs: PromptLogprobs | None = None  # set before the first token
@@ -368,6 +369,11 @@ class Generation(Job):
         self.error = error
         self._put(error)
         self._done.set()
+
+
+def read_of(jobs: list[Job]) -> tuple[int, int]:
+    """How much of the prompts of some jobs is read, in tokens, and how long these prompts are."""
+    return sum(job.n_read for job in jobs), sum(job.n_prompt for job in jobs)
 
 
 def deltas_of(generations: list[Generation], patience: float | None = None):

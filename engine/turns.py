@@ -17,6 +17,11 @@ seconds times (1 / PROMPT_SHARE - 1), a step takes its seconds off. The next par
 or less. It is as long as one step can pay for, so that answers wait as shortly as this share allows, but no shorter
 than PART.
 
+While no answer runs, passes are queued in parts, too, so that a prompt that is cancelled leaves the cards soon, however
+long its text is: no more than two parts of AHEAD are queued at a time. And a pass has no more tokens than let a layer
+end in that time, since attention takes longer and longer towards the end of a long text. Several cards hand on whole
+passes, which then take LONGEST_PASS at most.
+
 The card must not wait for the host. So a part is queued before the one before it is over, and the account goes by how
 long parts and steps should take. When the tokens behind a part have come, it is corrected by what the part took: by the
 card's clock, since the host's threads wait for each other while a part is queued. Of a whole pass on several cards, the
@@ -34,6 +39,9 @@ from engine.prefix import PAGE_TOKENS
 PROMPT_SHARE = 0.82         # share of the time that passes over prompts get while answers run
 PART = 0.02                 # seconds that a part takes at least, if its pass is as long: each has a price of its own
 PASS = 0.25                 # seconds of a whole pass, about, at most: a shorter prompt, or several cards, wait for it
+AHEAD = 0.2                 # seconds of a part, about, at most, while no answer runs
+LONGEST_PASS = 0.5          # seconds of a pass on the slowest of several cards, about, at most
+CAUTION = 4                 # so many times longer than planned may a piece take, until one is measured
 LONGEST_PAUSE = 10.0        # a longer one was no work of a card: the process was suspended
 STEP_AGE = 32               # after so many parts a step is measured again: three steps then follow each other
 RECENT_STEPS, RECENT_PARTS = 3, 5       # measurements that count
@@ -58,6 +66,7 @@ class Turns:
         self.passed_over = None         # the oldest prompt, if the last pass belonged to a shorter one
         self.n_parts = 0                # parts queued so far while answers ran
         self.unmeasured = collections.deque()   # the last ones of these: (seconds by plan, seconds charged, task)
+        self.alone = collections.deque()        # parts queued while no answer ran, not waited for: (by plan, task)
         self.owed = 0.0                 # seconds that answers are still to have before the next part; below 0: too many
         self.steps = collections.deque(maxlen=RECENT_STEPS)     # seconds that steps took without a part before them
         self.factors = collections.deque(maxlen=RECENT_PARTS)   # seconds that parts took, of those by plan
@@ -101,23 +110,41 @@ class Turns:
         """About how long the next part should take: as long as the step behind it, and what is owed, can pay for."""
         return max((self.step_seconds - self.owed) * PROMPT_SHARE / (1 - PROMPT_SHARE), PART)
 
-    def most_rows(self, chunk: int, seconds) -> int:
-        """Tokens of a pass beside running answers, at most. seconds(rows): of a pass, by plan."""
-        in_time = max(PASS, self.part_seconds) / self.factor
+    def most_rows(self, chunk: int, pieces, has_answers: bool) -> int:
+        """Tokens of a pass, at most, beside running answers or without any. pieces(rows): seconds of the pieces of a
+        pass, by plan."""
+        if has_answers:
+            seconds, longest = lambda rows: sum(pieces(rows)), max(PASS, self.part_seconds)
+        else:
+            seconds, longest = lambda rows: max(pieces(rows)), AHEAD if self.n_stages == 1 else LONGEST_PASS
+            longest = longest if self.factors or self.n_stages > 1 else longest / CAUTION
+        in_time = longest / self.factor
+        if not has_answers and seconds(chunk) <= in_time:
+            return chunk
         return max((rows for rows in range(PAGE_TOKENS, chunk + 1, PAGE_TOKENS) if seconds(rows) <= in_time),
                    default=PAGE_TOKENS)
 
-    def n_pieces(self, pieces: list[float]) -> int:
+    def n_pieces(self, pieces: list[float], has_answers: bool) -> int:
         """How many of a pass's next pieces the next part has, one at least; one as long as no part was measured.
         pieces: their seconds by plan."""
         if not self.factors:
             return 1
+        total = sum(pieces) * self.factor
+        longest = self.part_seconds if has_answers else total / max(round(total / AHEAD), 1)
         middles = (end - seconds / 2 for end, seconds in zip(itertools.accumulate(pieces), pieces))
-        return max(sum(middle * self.factor <= self.part_seconds for middle in middles), 1)
+        return max(sum(middle * self.factor <= longest for middle in middles), 1)
 
-    def add_part(self, seconds: float, task=None):
-        """A part was queued beside running answers. seconds: by plan. task: gives the Span of the part
-        (engine/micro_batches.py); None for a whole pass, whose time must be guessed."""
+    def add_part(self, seconds: float, task, has_answers: bool):
+        """A part was queued, beside running answers or without any. seconds: by plan. task: gives the Span of the part
+        (engine/micro_batches.py); None for a whole pass, whose time must be guessed. Without answers this waits until
+        the part before is over."""
+        if not has_answers:
+            if task:
+                self.alone.append((seconds, task))
+            if len(self.alone) > 1:
+                self._wait(*self.alone.popleft())
+            return
+        self.alone.clear()
         self.n_parts += 1
         self.step_age += 1
         self.unmeasured.append((seconds, seconds * self.factor, task))
@@ -159,6 +186,13 @@ class Turns:
         if not over and is_measure and was_quiet and self.is_quiet:
             self.steps.append(seconds)
             self.step_age = 0
+
+    def _wait(self, by_plan: float, task):
+        """Wait until a part is over that was queued while no answer ran, and note how long it took."""
+        span = task.result()
+        task.worker.wait(span.end)
+        if by_plan:
+            self.factors.append(min(span.seconds, LONGEST_PAUSE) / by_plan)
 
     def _measure(self, by_plan: float, charged: float, taken: float):
         """Parts took so many seconds. What they were charged is corrected."""

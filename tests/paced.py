@@ -8,11 +8,12 @@ from tests.scripted import END, ScriptedEngine
 
 
 class PacedEngine(ScriptedEngine):
-    """Writes a token every `pace` seconds until it is cancelled; the first one comes after `delay`."""
+    """Writes a token every `pace` seconds until it is cancelled; the first one comes after `delay`. is_reading: whether
+    the engine says meanwhile how much of the prompt is read."""
 
-    def __init__(self, script="", pace=0.0, delay=0.0, sees=False):
+    def __init__(self, script="", pace=0.0, delay=0.0, sees=False, is_reading=False):
         super().__init__(script, sees=sees)
-        self.pace, self.delay = pace, delay
+        self.pace, self.delay, self.is_reading = pace, delay, is_reading
 
     def submit(self, request):
         request.check(self.tokenizer.n_vocab, self.n_ctx)
@@ -32,6 +33,9 @@ class PacedEngine(ScriptedEngine):
             for n, token in enumerate([*self.tokenizer.encode(text), END], start=1):
                 while time.monotonic() < end and not generation.cancelled:
                     time.sleep(0.002)
+                    if self.is_reading and n == 1:
+                        left = max(end - time.monotonic(), 0) / self.delay
+                        generation.n_read = int(generation.n_prompt * (1 - left))
                 end = max(end + self.pace, time.monotonic())        # after a stall it does not catch up
                 reason = "stop" if token in (END, *request.stop_token_ids) else "length" if n == request.max_tokens else None
                 if generation.cancelled or generation.push(token, reason):

@@ -148,7 +148,7 @@ class Unreal:
     drafts = Drafts()
 
     n_prompt = n_generated = 1
-    n_cached, started, token_times, finish_reason, cause, error = 0, 0.0, (), None, None, None
+    n_cached, n_read, started, token_times, finish_reason, cause, error = 0, 0, 0.0, (), None, None, None
 
     def __init__(self):
         self.wake = threading.Event()

@@ -216,7 +216,8 @@ class FakePipeline:
         assert n_pieces is None or 0 < n_pieces < left
         seconds = self.times.add_part(self.now, self.token_seconds * len(ids) * (n_pieces or left) / self.n_layers,
                                       is_first)
-        span = SimpleNamespace(result=lambda: SimpleNamespace(seconds=seconds))
+        timed = SimpleNamespace(seconds=seconds, end=self.times.part_end)
+        span = SimpleNamespace(result=lambda: timed, worker=SimpleNamespace(wait=self.wait))
         self.log.append(("part", len(ids) * (n_pieces or left) / self.n_layers))
         if n_pieces:
             self.unfinished = left - n_pieces, ids, slot, marks
@@ -229,6 +230,9 @@ class FakePipeline:
                 self.save(slot, marks[n])
         self.check_pages(slot)
         return span
+
+    def wait(self, end):
+        self.now = max(self.now, end)
 
     def see(self, slot, token, is_decoded):
         """A token is processed: what its position holds is written."""
@@ -637,7 +641,7 @@ def test_a_cancelled_prompt_leaves_what_was_done():
     world, text = roomy(), texts()
     prompt = text(3000)
     generation = world.submit(prompt)
-    for _ in range(4):
+    while generation.n_read < 4 * 512:
         world.step()
     generation.cancel()
     world.finish(generation)
@@ -754,12 +758,15 @@ def test_what_runs_keeps_its_pages_when_its_checkpoints_go():
 
 
 def test_a_running_answer_waits_for_a_part_of_a_pass_at_most():
-    """Alone, a prompt has whole passes. Beside an answer it has parts, and a step between any two of them."""
+    """Alone, a prompt has long parts. Beside an answer it has short ones, and a step between any two of them."""
     world, text = roomy(chunk=2048), texts()
     first = world.submit(text(4096), max_tokens=4000, ignore_eos=True)
     while not first.n_generated:
         world.step()
-    assert [kind for kind, _ in world.pipeline.log] == ["prepare", *["prefill", "part"] * 2, "step"]
+    assert [n for kind, n in world.pipeline.log if kind == "prefill"] == [2048] * 2
+    parts = [n for kind, n in world.pipeline.log if kind == "part"]
+    assert parts[:2] == [64, 64] and sum(parts) == 4096 and set(parts[2:]) <= {448, 512}    # of 512 in 0.2 s
+    assert world.pipeline.log[-1] == ("step", 1)
     while first.n_generated < 10:
         world.step()
     del world.pipeline.log[:]
@@ -770,6 +777,25 @@ def test_a_running_answer_waits_for_a_part_of_a_pass_at_most():
     longest = max(n for kind, n in world.pipeline.log if kind == "part") * world.pipeline.token_seconds
     assert longest <= PART + world.pipeline.piece_seconds(max(passes), 0)[0]
     assert sum(passes) == 4096 and max(passes) == PASS / world.pipeline.token_seconds // PAGE_TOKENS * PAGE_TOKENS
+
+
+@pytest.mark.parametrize("plan_error", [0.1, 1, 8])
+@pytest.mark.parametrize("token_seconds", [0.00005, 0.0004, 0.02])
+def test_a_cancelled_prompt_frees_the_card_soon(token_seconds, plan_error):
+    """However long its passes would be, and however wrong the plan, from its second pass on."""
+    world, text = roomy(chunk=2048), texts()
+    pipeline, waits = world.pipeline, []
+    pipeline.token_seconds, pipeline.plan_error = token_seconds, plan_error
+    generation = world.submit(text(15_000))
+    while generation.n_read < 12_000:
+        world.step()
+        if len(pipeline.passes) > 1:
+            waits.append(pipeline.times.busy_until - pipeline.now)
+    assert max(waits) < 0.7
+    assert min(waits) >= min(0.1, 64 * token_seconds / pipeline.n_layers)       # the card never waits for the host
+    generation.cancel()
+    world.step()
+    assert generation._done.is_set() and pipeline.n_processed < 15_000
 
 
 def beside_answers(world, lengths, n_answers=1):
@@ -924,7 +950,7 @@ def test_prompts_take_turns():
     world, text = roomy(n_slots=5), texts()
     prompts = [text(n) for n in (4096, 4096, 4096)]
     generations = [world.submit(prompt, max_tokens=1) for prompt in prompts]
-    for _ in range(2):
+    while len(world.pipeline.passes) < 2:
         world.step()
     short, middle = text(20), text(1500)
     generations.append(world.submit(middle, max_tokens=1))

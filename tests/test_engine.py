@@ -190,7 +190,7 @@ def test_a_copy_of_results_that_fails(grouped):
 
 
 def test_a_long_prompt_and_running_answers_take_turns(engine, monkeypatch):
-    monkeypatch.setattr(engine.scheduler.turns, "n_pieces", lambda pieces: 1)
+    monkeypatch.setattr(engine.scheduler.turns, "n_pieces", lambda pieces, has_answers: 1)
     order = []
     want = alone(engine, request(3, n_prompt=LONG))
     engine.clear_cache()

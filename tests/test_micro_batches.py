@@ -82,7 +82,7 @@ def test_a_later_part_waits_for_an_earlier_one(alone, late):
 
     def launch_prompt(*arguments):
         stage.streams[late].push(lambda: time.sleep(0.1))
-        launch(stage, *arguments)
+        return launch(stage, *arguments)
 
     stage.launch_prompt = launch_prompt
     with contextlib.closing(engine):
@@ -119,8 +119,8 @@ def test_steps_between_the_parts_of_a_pass_change_no_bit(make_card, chunk, sizes
         turns, parts = engine.scheduler.turns, []
         want = [[(delta.token_id, delta.top_logprobs) for delta in engine.submit(request)] for request in both]
         engine.clear_cache()
-        monkeypatch.setattr(turns, "n_pieces", lambda pieces: draw.choice((1, 1, 2)))
-        monkeypatch.setattr(turns, "add_part", lambda seconds, span: parts.append(span))
+        monkeypatch.setattr(turns, "n_pieces", lambda pieces, has_answers: draw.choice((1, 1, 2)))
+        monkeypatch.setattr(turns, "add_part", lambda seconds, span, has_answers: parts.append(span))
         generations = [engine.submit(both[0])]
         next(iter(generations[0]))
         generations.append(engine.submit(both[1]))

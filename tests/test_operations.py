@@ -10,6 +10,7 @@ import threading
 import time
 
 import anthropic
+import ollama
 import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -411,6 +412,56 @@ def test_a_stream_that_shows_nothing_of_many_tokens_says_that_it_lives(monkeypat
         said = connection.getresponse().read().decode()
         connection.close()
     assert said.count(": keep-alive") + said.count("event: ping") >= 3
+
+
+LONG_HI = {"role": "user", "content": "hi " * 300}
+
+
+@pytest.mark.parametrize("path, body", [(TEXT, {"prompt": "hi " * 300}), (CHAT, {"messages": [LONG_HI]}),
+                                        ("/v1/responses", {"input": "hi " * 300}),
+                                        ("/v1/messages", {"messages": [LONG_HI], "max_tokens": 99})])
+def test_a_stream_says_how_much_of_a_prompt_is_read(monkeypatch, path, body):
+    monkeypatch.setattr(reply, "READING_SECONDS", 0.05)
+    with serving(app_of(engine := PacedEngine(ANSWER, delay=0.6, is_reading=True))) as (port, _):
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+        connection.request("POST", path, json.dumps(body | {"stream": True}))
+        said = connection.getresponse().read().decode()
+        connection.close()
+    n_prompt = engine.generations[0].n_prompt
+    found = [int(n) for n in re.findall(rf"^: reading (\d+) of {n_prompt} tokens\n\n", said, re.MULTILINE)]
+    assert 4 <= len(found) <= 12 and found == sorted(set(found)) and 0 < found[0] and found[-1] < n_prompt
+
+
+def test_official_clients_pass_over_what_is_said_of_reading(monkeypatch):
+    monkeypatch.setattr(reply, "READING_SECONDS", 0.02)
+    with serving(app_of(PacedEngine(ANSWER, delay=0.3, is_reading=True))) as (port, _):
+        with official_client(port) as client:
+            chunks = client.chat.completions.create(model="m", messages=[HI], stream=True)
+            assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == ANSWER
+            events = list(client.responses.create(model="m", input="hi", stream=True))
+            assert [event.delta for event in events if event.type == "response.output_text.delta"]
+            assert events[-1].type == "response.completed" and events[-1].response.output_text == ANSWER
+        with anthropic.Anthropic(base_url=f"http://127.0.0.1:{port}", api_key="none") as client:
+            with client.messages.stream(model="m", messages=[HI], max_tokens=99) as stream:
+                assert stream.get_final_text() == ANSWER
+        lines = list(ollama.Client(f"http://127.0.0.1:{port}").chat("m", [HI], stream=True))
+        assert "".join(line.message.content for line in lines) == ANSWER
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_log_says_how_much_of_a_prompt_is_read(monkeypatch, caplog, stream):
+    monkeypatch.setattr(log, "READING_SECONDS", 0.2)
+    caplog.set_level(logging.INFO, "qengine.requests")
+    with serving(app_of(PacedEngine(ANSWER, delay=1.1, is_reading=True))) as (port, _):
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+        connection.request("POST", TEXT, json.dumps({"prompt": "hi " * 300, "stream": stream}))
+        connection.getresponse().read()
+        connection.close()
+        wait_until(lambda: "finish=stop" in caplog.text)
+    *reading, last = caplog.messages
+    assert 3 <= len(reading) <= 5 and "read=" not in last
+    for line in reading:
+        assert re.fullmatch(rf"id=[0-9a-f]+ method=POST path={TEXT} seconds=[\d.]+ prompt=\d+ read=\d+", line)
 
 
 def test_streams_that_have_said_nothing_yet_end_cleanly_with_the_server():

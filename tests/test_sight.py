@@ -362,7 +362,7 @@ def test_a_picture_of_which_a_part_was_encoded_for_a_cancelled_request(seeing, g
     tower.encoded.clear()
     scheduler, running = engine.scheduler, engine.submit(qengine.Request([900, 901], max_tokens=400, ignore_eos=True))
     next(iter(running))
-    monkeypatch.setattr(scheduler.turns, "n_pieces", lambda pieces: 1)
+    monkeypatch.setattr(scheduler.turns, "n_pieces", lambda pieces, has_answers: 1)
     doomed, queue_part = engine.submit(qengine.Request(ids, pictures=tuple(pictures))), scheduler._queue_part
 
     def cancelled(n_pieces):
