@@ -2281,11 +2281,10 @@ def load(model: str | Path | OpenModel = DEFAULT_MODEL, card: str | Card | list[
     ctx: tokens of a slot, prompt and answer together, or of a text. slots: answers that are generated at the same time;
     pooling models pack as many texts into a pass as engine/packing.py says.
     chunk: tokens of a prompt per pass at most, a multiple of 64 to 8,192; by default what suits card and model.
-    progress: print the cards and a progress bar on stderr.
+    progress: print the cards and a progress bar on stderr. memory: bytes of each card for engines (`Card.limit`).
     kv_tokens: room for keys and values, in tokens, of all slots and of what is kept for later prompts; at least ctx.
     checkpoint_memory, checkpoint_host_memory: bytes for the states from which later prompts go on, on the card and in
     the host's memory. `engine.plan.choose_sizes` has the defaults of these three.
-    memory: bytes that engines take of each card at most; None leaves a card's limit as it is (`Card.limit`).
     draft: most drafts of an answer in a decode step, 0 to 7; "off" is 0, "auto" is as many as pay. expert_memory: bytes
     of each card for experts (engine/expert_store.py); by default for all. products: what multiplies the rows of
     prompts, "dp4a", "tensor" or the faster (kernels/products.py). mmproj: the file of a model's eyes, "synthetic" or

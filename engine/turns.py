@@ -106,6 +106,11 @@ class Turns:
         return sorted(self.factors)[len(self.factors) // 2] if self.factors else 1.0
 
     @property
+    def worst_factor(self) -> float:
+        """The largest of the latest: plans may err more about some layers than about others."""
+        return max(self.factors, default=CAUTION)
+
+    @property
     def part_seconds(self) -> float:
         """About how long the next part should take: as long as the step behind it, and what is owed, can pay for."""
         return max((self.step_seconds - self.owed) * PROMPT_SHARE / (1 - PROMPT_SHARE), PART)
@@ -117,8 +122,8 @@ class Turns:
             seconds, longest = lambda rows: sum(pieces(rows)), max(PASS, self.part_seconds)
         else:
             seconds, longest = lambda rows: max(pieces(rows)), AHEAD if self.n_stages == 1 else LONGEST_PASS
-            longest = longest if self.factors or self.n_stages > 1 else longest / CAUTION
-        in_time = longest / self.factor
+        factor = self.factor if has_answers or self.n_stages > 1 else self.worst_factor
+        in_time = longest / factor
         if not has_answers and seconds(chunk) <= in_time:
             return chunk
         return max((rows for rows in range(PAGE_TOKENS, chunk + 1, PAGE_TOKENS) if seconds(rows) <= in_time),
@@ -129,10 +134,12 @@ class Turns:
         pieces: their seconds by plan."""
         if not self.factors:
             return 1
-        total = sum(pieces) * self.factor
-        longest = self.part_seconds if has_answers else total / max(round(total / AHEAD), 1)
+        factor, longest = self.factor, self.part_seconds
+        if not has_answers:                                 # equal parts
+            factor, total = self.worst_factor, sum(pieces) * self.worst_factor
+            longest = total / max(round(total / AHEAD), 1)
         middles = (end - seconds / 2 for end, seconds in zip(itertools.accumulate(pieces), pieces))
-        return max(sum(middle * self.factor <= longest for middle in middles), 1)
+        return max(sum(middle * factor <= longest for middle in middles), 1)
 
     def add_part(self, seconds: float, task, has_answers: bool):
         """A part was queued, beside running answers or without any. seconds: by plan. task: gives the Span of the part

@@ -965,6 +965,18 @@ def test_the_view_follows_unless_the_reader_scrolled_up(page, engine):
     button(page, "Stop").click()
 
 
+def test_a_bar_says_how_much_of_a_prompt_is_read(page, engine):
+    bar = page.get_by_role("progressbar", name="How much of the prompt is read")
+    expect(bar).to_be_hidden()
+    engine.delay, engine.is_reading = 3.0, True
+    say(page, "word " * 200, wait=False)
+    expect(bar).to_be_visible()
+    n_read, n_prompt = bar.evaluate("bar => [bar.value, bar.max]")
+    assert 0 < n_read < n_prompt == engine.generations[-1].n_prompt
+    expect(answers(page)).to_contain_text("You said")
+    expect(bar).to_be_hidden()
+
+
 def test_where_the_experts_of_an_answer_were(page):
     asked = []
     page.route("**/health", lambda route: route.fulfill(json={"status": "ok", "model": "m", "counts_experts": True}))

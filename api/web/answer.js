@@ -41,11 +41,18 @@ async function* events(response) {
     if (done) throw new TypeError("the stream ended early");
     const pieces = (rest + value).split("\n\n");
     rest = pieces.pop();
+    for (const piece of pieces) showReading(piece.match(/^: reading (\d+) of (\d+) tokens/));
     for (const piece of pieces.filter(piece => piece.startsWith("data: "))) {
       if (piece === "data: [DONE]") return;
       yield JSON.parse(piece.slice(6));
     }
   }
+}
+
+/** A bar while a comment of the stream says how much of a long prompt is read; no bar after any other piece. */
+function showReading(found) {
+  $("read").hidden = !found;
+  if (found) [$("read").value, $("read").max] = [found[1], found[2]];
 }
 
 /** An error that has its sentence for the reader. */
@@ -97,6 +104,7 @@ async function generate() {
     if (!times.head && !(error instanceof Refusal)) watchHealth();
   } finally {
     finish(message, times);
+    showReading(null);
     running = null;
     showBusy();
     keep(own);
