@@ -1,0 +1,135 @@
+"""The last positions of a context of 262,144 tokens: addresses, angles, pages and states, against float64."""
+
+import numpy as np
+import pytest
+from numba import cuda
+from numba.types import uint32
+
+from engine import prefix
+from engine.prefix import PAGE_TOKENS, PrefixCache, checkpoint_positions
+from kernels import attend_decode, attention, gdn, kv_cache
+from kernels.kv_formats import KV_FORMATS, PAGE
+from kernels.records import Places
+from kernels.rope import QWEN3, QWEN35, TOLERANCE, heads_of, sample_qkv, upload_qkv
+
+LONG = 262144
+
+
+@pytest.mark.parametrize("format", KV_FORMATS.values(), ids=lambda format: format.name)
+def test_a_decoded_token_sees_4096_pages(card, format):
+    """In 64 units of 64 pages, which lie in random order."""
+    case = attend_decode.sample_case(format, heads_of(2, 1, QWEN3), (LONG - 1,))
+    launch, there, _ = attend_decode.launcher(card, case)
+    out = card.alloc((1, 2 * 128), np.float32)
+    card.poison(out)
+    launch((out, None))
+    want = attend_decode.expected(case, card.download(there.pages.k), card.download(there.pages.v))
+    attention.head_error(card.download(out), want, 2)
+
+
+@pytest.mark.parametrize("format", KV_FORMATS.values(), ids=lambda format: format.name)
+def test_the_end_of_a_long_prompt_sees_4096_pages(card, format):
+    heads, rows = heads_of(2, 1, QWEN3), 9
+    inputs = q, projected, k, v = attention.sample_inputs(heads, LONG, rows)
+    out = card.alloc((rows, heads.n_heads * heads.head_dim), np.float32)
+    card.poison(out)
+    attention.launcher(card, format, heads, inputs, LONG - rows, out)()
+    k, v = (format.decode(format.encode(x)) for x in (k, v))
+    want = attention.attention_reference(q, k, v, None, np.arange(LONG - rows, LONG))
+    attention.head_error(card.download(out), want, heads.n_heads)
+
+
+@pytest.mark.parametrize("row", sorted({format.row(256) for format in KV_FORMATS.values()}))
+def test_elements_of_pages_beyond_32_bits(card, row):
+    """A cache of several long contexts has more elements than 32 bits count."""
+    page_offset = kv_cache.page_offset_function(row)
+
+    @cuda.jit
+    def write_offset(found, table, max_pages, slot, page, kv_head, n_kv):
+        found[0] = page_offset(table, uint32(max_pages), uint32(slot), uint32(page), uint32(kv_head), uint32(n_kv))
+
+    table, found = np.full((3, LONG // PAGE), -1, np.int32), card.zeros(1, np.uint64)
+    table[2, -1] = 3 * LONG // PAGE * 8 - 1
+    card.launch(write_offset, 1, 1, found, card.upload(table).reshape(-1), LONG // PAGE, 2, LONG // PAGE - 1, 3, 4)
+    want = (int(table[2, -1]) * 4 + 3) * PAGE * row
+    assert card.download(found)[0] == want and want * 2 > 2 ** 32
+
+
+@pytest.mark.parametrize("shape", [QWEN35, QWEN3], ids=str)
+def test_keys_of_the_last_positions(card, shape):
+    """Stored in the last page, rotated by the float32 product of position and frequency (kernels/rope.py)."""
+    rows, n_kv, format = 65, 2, KV_FORMATS["float16"]
+    heads, positions = heads_of(n_kv, n_kv, shape), np.arange(LONG - rows, LONG, dtype=np.int32)
+    qkv = sample_qkv(np.random.default_rng(3), heads, np.stack([positions] * 3))
+    table = np.full((1, LONG // PAGE), -1, np.int32)
+    table[0, -2:] = 1, 0
+    arrays = [card.alloc(*array) for array in format.arrays(2, n_kv, heads.head_dim).values()]
+    for array in arrays:
+        card.poison(array)
+    kv_cache.store_kv(card, kv_cache.Pages(format, *arrays, card.upload(table)), upload_qkv(card, qkv),
+                      Places(card.zeros(rows, np.int32), card.upload(positions)), rows)
+    got = card.download(arrays[0])[table[0, positions // PAGE], :, positions % PAGE].astype(np.float64)
+    frequencies = qkv.rotary.frequencies
+    for row in 0, 1, rows - 1:
+        position = positions[row]
+        angle = (np.float32(position) * frequencies).astype(np.float64)
+        one = qkv._replace(
+            products=qkv.products._replace(values=qkv.products.values[row:row + 1]),
+            rotary=qkv.rotary._replace(positions=qkv.rotary.positions[:, row:row + 1], frequencies=angle / position))
+        want, _ = kv_cache.kv_reference(one)
+        assert np.max(np.abs(got[row] - want[0])) <= TOLERANCE * np.max(np.abs(want[0]))
+
+
+def test_the_delta_rule_after_a_long_text(card):
+    """The state forgets its own roundings: after 16,384 tokens the tolerance is that of short texts."""
+    rows, part = 16384, 4096
+    projected, ssm_a, dt_bias = gdn.random_inputs(np.random.default_rng(5), rows, 1, 1)
+    qkv, _, alpha, beta = gdn.split(projected, 1, 1)
+    o, factors = card.alloc((part, 1, 128), np.float32), card.alloc(gdn.factors_shape(part, 1), np.float32)
+    decay = gdn.Decay(card.upload(ssm_a), card.upload(dt_bias))
+    state, slot = card.zeros((1, 1, 128, 128), np.float32), card.zeros(part, np.int32)
+    for start in range(0, rows, part):
+        some = slice(start, start + part)
+        gdn.gdn_prefill(card, o, state, card.upload(np.ascontiguousarray(qkv[some])),
+                        gdn.Projected(card.upload(projected[some]).reshape(-1), projected.shape[1]), decay, slot,
+                        gdn.LinearHeads(1, 1), rows=part, factors=factors)
+    want_o, want = gdn.reference(np.zeros((1, 128, 128)), qkv, alpha, beta, ssm_a, dt_bias, 1)
+    assert gdn.error_by_largest(card.download(state)[0], want) <= gdn.TOLERANCE
+    assert gdn.error_by_largest(card.download(o)[-1], want_o[-1]) <= gdn.TOLERANCE
+
+
+# ---- on the host -------------------------------------------------------------------------------------------
+
+class NoStore:
+    """Counts the pages that a card is told of."""
+
+    n_told = 0
+
+    def set_pages(self, slot, pages):
+        self.n_told += len(pages)
+
+
+def test_the_tree_looks_at_each_page_of_a_long_prompt_a_few_times(monkeypatch):
+    """What the host does for a long prompt grows with its length, and not with its square."""
+    looks = 0
+
+    def path(node, original=prefix.Node.path):
+        nonlocal looks
+        for each in original(node):
+            looks += 1
+            yield each
+
+    monkeypatch.setattr(prefix.Node, "path", path)
+    cache = PrefixCache(store := NoStore(), LONG // PAGE_TOKENS, 300, 0)
+    tokens = np.random.default_rng(0).integers(0, 1000, LONG).tolist()
+    branch = prefix.Branch(0, tokens, cache.root)
+    branch.has_begun = True
+    marks = set(checkpoint_positions(tokens, None, 0, 0))
+    for end in range(2048, LONG + 1, 2048):
+        branch.pages += cache.take_pages(2048 // PAGE_TOKENS)
+        nodes = cache.join(branch, end)
+        for at in sorted(marks & nodes.keys()):
+            cache.keep(nodes[at], cache.take_number())
+    cache.leave(branch)
+    assert cache.find(tokens[:-1])[0].depth == LONG // PAGE_TOKENS - 1 and len(marks) == 256
+    assert looks < 4 * LONG // PAGE_TOKENS and store.n_told == 0
