@@ -21,6 +21,7 @@
     trials.py           a process that tries grammars before they are used
     thinking.py         budgets of thoughts
     repetition.py       a guard against answers that repeat themselves for ever
+    durations.py        durations as people write them
     sampler.py          the choice of tokens on the last card, and how they get to the host
     sequence.py         a generation that holds a slot
     speculate.py        how many drafts a check gets

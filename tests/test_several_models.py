@@ -106,7 +106,7 @@ def test_a_model_without_cards_of_its_own_takes_those_of_all(monkeypatch):
     options = build_parser().parse_args(["-m", f"a={TINY},card=cuda:1", "-m", f"b={TINY}", "--plan"])
     check_options(build_parser(), options)
     a, b = open_models(options)
-    deck = Deck(a.card)
+    deck = Deck(a)
     assert [card.number for card in a.planner(deck.of(a)).cards] == [1]
     assert [card.number for card in b.planner(deck.of(b)).cards] == [0]
     assert deck.of(b)[1] is deck.of(a)[0]

@@ -46,7 +46,7 @@ def test_a_twin_shares_the_memory_and_nothing_else():
 
 
 def test_the_cards_of_a_side_model():
-    deck = Deck("emulated:2", PlannedCard)
+    deck = Deck(Wanted(None, {"memory": None}, "emulated:2"), PlannedCard)
 
     def cards(name):
         return deck.of(Wanted(None, {}, name, is_side=True))
