@@ -47,7 +47,6 @@ import functools
 import itertools
 import math
 import threading
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, NamedTuple
@@ -63,10 +62,10 @@ from engine.edge import Edge
 from engine.experts import ExpertsMLP
 from engine.gguf import GGUF, SUPPORTED_TYPES
 from engine.hub import eyes_file, local_path
-from engine.hyperparameters import read_hyperparameters, synthetic_hyperparameters
+from engine.hyperparameters import keeping, read_hyperparameters, synthetic_hyperparameters
 from engine.limits import DEFAULT_CTX, DEFAULT_MODEL, SAMPLING
 from engine.look import HEAD_ROWS
-from engine.micro_batches import MicroBatch, PassInParts, Span
+from engine.micro_batches import Alone, MicroBatch, PassInParts, Span
 from engine.packing import CLASSIFIER, Packed, Pooling, for_pooling, most_spans
 from engine.pipes import PipeMeter
 from engine.plan import (CHUNK, LEAST_CHECKPOINTS, MICRO_BATCHES, CacheSizes, Demand, Planner, StageCosts, Work,
@@ -90,12 +89,12 @@ from engine.turns import Ticket, Turns
 from engine.weights import FileWeights, Loader, Stack, SyntheticWeights, Tensors, Weights, fits_blocks, is_factor
 from engine.worker import Task, Worker, stop_all
 from kernels import (advance, attend_decode, attention, checkpoint, conv, embedding, float_matmul, gdn, gdn_decode,
-                     kv_cache, logprobs, norm, pool, probe, q8_gemm, q8_gemv, quantize, rope, swiglu)
+                     kv_cache, kv_expand, logprobs, norm, pool, probe, q8_gemm, q8_gemv, quantize, rope, swiglu)
 from kernels.card import Array, Card, CardError, show_bytes
 from kernels.advance import answer_of
 from kernels.formats import FLOATS, FORMATS
 from kernels.kv_cache import Pages
-from kernels.kv_formats import KV_FORMATS
+from kernels.kv_formats import FLOAT16, KV_FORMATS
 from kernels.open import open_cards
 from kernels.operands import Experts, Matrix
 from kernels.products import Products, measure_products
@@ -152,6 +151,7 @@ class Config:
     expert_dim: int = 0
     shared_dim: int = 0                   # of the expert that all tokens use
     one_gate_up: bool = False             # whether files have gate and up of an expert in one tensor
+    kv: str = FLOAT16                     # how keys and values are kept, see kernels/kv_formats.py: not the file's word
 
     @property
     def query_dim(self) -> int:
@@ -264,7 +264,7 @@ class PromptPass:
     marks: tuple[Mark, ...]         # in ascending order
     pictures: tuple                 # (row, Array [n, hidden] on the first card): takes the place of embeddings
     shares_card: bool               # whether other micro-batches run at the same time
-    in_order: Callable              # gives a context manager in which a layer changes states or pages, see `MicroBatch`
+    batch: MicroBatch | Alone       # puts what layers change, and memory that micro-batches share, in order
 
     tiles: ClassVar = None
 
@@ -309,9 +309,6 @@ class DecodePass:
 # mixer or MLP is a class that owns all facts of its kind: the names and shapes of its tensors, what it demands of a
 # model, its passes over rows, its scratch memory, and what it computes and keeps (`Work`).
 # Passes call `Model.project_norm` (products of a Stack with norm(x)) and `Model.project` (one product), see section 5.
-
-
-KV_FORMAT = KV_FORMATS["float16"]       # how keys and values are kept
 
 
 @dataclass(frozen=True)
@@ -378,7 +375,7 @@ class DeltaNet:
     def prefill(self, model: "Model", run: PromptPass, kept: tuple[States, Pending]):
         card, c, s, n_rows, (states, _) = model.card, model.config, model.scratch, run.rows.n, kept
         projected, u = model.project_norm(run, self.in_proj, self.norm), s.activations[c.value_dim]
-        with run.in_order():
+        with run.batch.in_order():
             for start, end, slot, kept in run.parts():
                 n, mixed = end - start, s.mixed[start:]
                 part, places = projected.rows_from(start), run.rows.places.rows_from(start)
@@ -452,7 +449,7 @@ class Attention:
 
     def work(self, c: Config) -> Work:
         return Work(context_operations=4 * c.query_dim,
-                    page_bytes=KV_FORMAT.page_bytes(c.n_kv_heads, c.head_dim))
+                    page_bytes=KV_FORMATS[c.kv].page_bytes(c.n_kv_heads, c.head_dim))
 
     @staticmethod
     def scratch(c: Config, rows: int) -> dict[str, ScratchArray]:
@@ -462,8 +459,7 @@ class Attention:
     @staticmethod
     def alloc(card: Card, c: Config, n_pages: int, block_table: Array, name: str) -> Pages:
         """What such a layer keeps."""
-        arrays = KV_FORMAT.arrays(n_pages, c.n_kv_heads, c.head_dim)
-        return Pages(KV_FORMAT, *(card.alloc(*array, f"{name} {kind}") for kind, array in arrays.items()), block_table)
+        return Pages.alloc(card, KV_FORMATS[c.kv], (n_pages, c.n_kv_heads, c.head_dim), block_table, name)
 
     @staticmethod
     def out_width(c: Config) -> int:
@@ -480,10 +476,12 @@ class Attention:
     def prefill(self, model: "Model", run: PromptPass, pages: Pages):
         card, s, n, places = model.card, model.scratch, run.rows.n, run.rows.places
         qkv, u = self.project_qkv(model, run), s.activations[self.out_proj.k]
-        rope.norm_rope_q(card, s.q, qkv, n)
-        with run.in_order():
+        rope.norm_rope_q(card, s.q, qkv, n, turned=pages.format.turned)
+        with run.batch.in_order():
             kv_cache.store_kv(card, pages, qkv, places, n)
-        attention.attend_prefill(card, s.attended, s.q, qkv, pages, places, n, tiles=run.tiles)
+        with run.batch.in_turns(pages.format.expands):
+            attention.attend_prefill(card, s.attended, s.q, qkv, pages, places, n, tiles=run.tiles, piece=model.piece,
+                                     sums=u.x)
         if self.out_proj.is_quantized:
             quantize.quantize_q8(card, u.quantized, s.attended, n, u.k)
         else:
@@ -725,10 +723,8 @@ class Model:
         """Takes scratch memory for passes of up to `rows` rows and for decode steps of up to step_rows rows."""
         c, card = self.config, self.card
         self.scratch = self.step_scratch = self.take_scratch(rows)
-        partials = attend_decode.partials_shape(step_rows, c.n_heads, c.head_dim)
-        self.attention_scratch = attend_decode.Scratch(
-            card.alloc(partials, np.float32, "attention partials"),
-            card.zeros((step_rows, c.n_heads), np.uint32, "attention blocks that have arrived"))
+        self.piece = kv_expand.Piece.alloc(card, KV_FORMATS[c.kv], c.n_kv_heads, c.head_dim)
+        self.attention_scratch = attend_decode.Scratch.alloc(card, step_rows, c.n_heads, c.head_dim)
         self.arrived = card.zeros(step_rows, np.uint32, "router blocks that have arrived")
         self.side = card.stream("shared experts")
         if self.head is not None:
@@ -1178,7 +1174,7 @@ class Stage:
         else:
             for (start, rows), stream in zip(with_starts(sizes), self.streams):
                 batch = MicroBatch(stream, batch)
-                run = self.prompt_pass(start, rows, n, marks, batch.in_order)
+                run = self.prompt_pass(start, rows, n, marks, batch)
                 queued.append(batch.queue(self.model.behind(start).layer_by_layer(run, self.cache)))
             # Layer by layer: otherwise the last micro-batch could begin only when all layers of the others are queued.
             layers = itertools.zip_longest(*queued)
@@ -1190,12 +1186,12 @@ class Stage:
         for start, rows in with_starts(self.costs.micro_batches(n)):
             self.model.behind(start).forward(self.prompt_pass(start, rows, n), self.cache)
 
-    def prompt_pass(self, start: int, n: int, n_all: int, marks=(), in_order=contextlib.nullcontext) -> PromptPass:
+    def prompt_pass(self, start: int, n: int, n_all: int, marks=(), batch: MicroBatch | Alone = Alone) -> PromptPass:
         """The pass, or micro-batch, of n rows from `start` on, of the n_all rows of the inputs."""
         inside = tuple(mark._replace(end=mark.end - start) for mark in marks if start < mark.end <= start + n)
         rows = dataclasses.replace(rows_of(self.inputs[start:], n_all), n=n)
         pictures = self.sight.shown(self.prompt.copies, start, n) if self.sight else ()
-        return PromptPass(rows, inside, pictures, n < n_all, in_order)
+        return PromptPass(rows, inside, pictures, n < n_all, batch)
 
     def launch_step(self, shape: StepShape, group: int, buffer: int):
         before = (buffer - 1) % BUFFERS if self.sampler else 0
@@ -1342,8 +1338,8 @@ class PoolingStage(Stage):
             self.card.copy_in(self.tiles_from[start], tiles)
             end += len(tiles)
 
-    def prompt_pass(self, start: int, n: int, n_all: int, marks=(), in_order=contextlib.nullcontext) -> PackedPass:
-        run = super().prompt_pass(start, n, n_all, marks, in_order)
+    def prompt_pass(self, start: int, n: int, n_all: int, marks=(), batch: MicroBatch | Alone = Alone) -> PackedPass:
+        run = super().prompt_pass(start, n, n_all, marks, batch)
         return PackedPass(**vars(run), tiles=self.tiles_from.get(start, self.tiles))
 
     def launch_sums(self, n_spans: int):
@@ -2228,6 +2224,10 @@ class OpenModel:
         """What the model is for: "text", "embedding" or "reranking"."""
         return {None: "text", "rank": "reranking"}.get(self.config.pooling, "embedding")
 
+    def keeping(self, kv: str | None) -> "OpenModel":
+        """The same, with keys and values in this format, if any (kernels/kv_formats.py). Raises RequestError."""
+        return dataclasses.replace(self, config=keeping(self.config, kv or self.config.kv))
+
     def demand(self, ctx: int | None = None, draft: int | str = "auto", mmproj: str | Path | None = None,
                image_tokens: tuple[int, int] | None = None, **wishes) -> Demand:
         """What the arguments of `load` ask for. Raises RequestError, ModelError."""
@@ -2269,6 +2269,7 @@ def load(model: str | Path | OpenModel = DEFAULT_MODEL, card: str | Card | list[
          kv_tokens: int | None = None, checkpoint_memory: int | None = None, *,
          checkpoint_host_memory: int | None = None, split: tuple[int, ...] | None = None,
          draft: int | str = "auto", expert_memory: int | None = None, products: str = "auto", memory: int | None = None,
+         kv: str | None = None,
          mmproj: str | Path | None = None, image_tokens: tuple[int, int] | None = None) -> Engine | Pooling:
     """Load a GGUF file, one of the Hub by the name "hf:OWNER/NAME:Q4_K_M", or random weights by the name
     "synthetic:0.8b", "synthetic:9b:q4_k", ..., ready to generate. An embedding or a reranking model becomes a Pooling
@@ -2287,11 +2288,12 @@ def load(model: str | Path | OpenModel = DEFAULT_MODEL, card: str | Card | list[
     the host's memory. `engine.plan.choose_sizes` has the defaults of these three.
     draft: most drafts of an answer in a decode step, 0 to 7; "off" is 0, "auto" is as many as pay. expert_memory: bytes
     of each card for experts (engine/expert_store.py); by default for all. products: what multiplies the rows of
-    prompts, "dp4a", "tensor" or the faster (kernels/products.py). mmproj: the file of a model's eyes, "synthetic" or
-    "none"; by default that beside a model of the Hub. image_tokens: fewest and most of a picture.
+    prompts, "dp4a", "tensor" or the faster (kernels/products.py). kv: the format of keys and values, of
+    kernels/kv_formats.py. mmproj: the file of a model's eyes, "synthetic" or "none"; by default that beside a model of
+    the Hub. image_tokens: fewest and most of a picture.
     Raises ModelError, RequestError, CompileError, CardError (OutOfMemory shows what did not fit, and what would).
     """
-    opened = model if isinstance(model, OpenModel) else open_model(model)
+    opened = (model if isinstance(model, OpenModel) else open_model(model)).keeping(kv)
     demand = opened.demand(ctx, draft, slots=slots, chunk=chunk, kv_tokens=kv_tokens, split=split, memory=memory,
                            expert_memory=expert_memory, products=products, mmproj=mmproj, image_tokens=image_tokens,
                            checkpoint_memory=checkpoint_memory, checkpoint_host_memory=checkpoint_host_memory)
@@ -2373,7 +2375,7 @@ class PlannedModel:
             return format if format and fits_blocks(weights.shapes[name], format) else weights.type_of(name)
 
         self.config, self.weights, self.on_paper = config, weights, Weights(weights.shapes, type_of)
-        self.name, self.n_layers, self.hidden_dim = config.name, config.n_layers, config.hidden_dim
+        self.name, self.n_layers, self.hidden_dim, self.kv = config.name, config.n_layers, config.hidden_dim, config.kv
         self.context_length, self.parameters = config.context_length, parameters(weights.shapes, config)
 
     def stage(self, card: Card, layers: range, demand: Demand, chunk: int | None) -> Stage:
@@ -2394,8 +2396,8 @@ class PlannedModel:
             loader.matrix("token_embd.weight" if self.config.tied_embeddings else "output.weight")
         return before - card.free_bytes
 
-    def in_format(self, format: str) -> "PlannedModel":
-        return PlannedModel(self.config, self.weights, format)
+    def changed(self, format: str | None = None, kv: str | None = None) -> "PlannedModel":
+        return PlannedModel(keeping(self.config, kv or self.kv), self.weights, format)
 
 
 def measured_planner(opened: OpenModel, card: str | Card | list[Card] | None, demand: Demand) -> Planner:

@@ -82,7 +82,7 @@ def open_models(options) -> list[Wanted]:
 
 def open_one(options) -> Wanted:
     """The model of -m, where it is the only one."""
-    return opened(options, qengine.open_model(options.model), options.card)
+    return opened(options, qengine.open_model(options.model).keeping(options.kv), options.card)
 
 
 def open_named(options, n_models: int) -> Wanted:
@@ -90,6 +90,8 @@ def open_named(options, n_models: int) -> Wanted:
     model, argument = qengine.open_model(options.model), options.argument
     if argument.name:
         model = dataclasses.replace(model, config=dataclasses.replace(model.config, name=argument.name))
+    if model.kind == "text":        # the others keep halves
+        model = model.keeping(options.kv)
     return opened(options, model, options.card, aliases=argument.aliases, idle=argument.idle, n_models=n_models)
 
 

@@ -17,7 +17,7 @@ from engine.durations import read_seconds
 from engine.limits import SAMPLING
 
 # What a model may say for itself, as the command line says it for all of them.
-OF_A_MODEL = {"card", "ctx", "slots", "kv-tokens", "checkpoint-memory", "checkpoint-host-memory", "split", "draft",
+OF_A_MODEL = {"card", "ctx", "slots", "kv", "kv-tokens", "checkpoint-memory", "checkpoint-host-memory", "split", "draft",
               "expert-memory", "products", "mmproj", "image-tokens", "thinking", "chat-template-kwargs",
               "repetition-guard", *(name.replace("_", "-") for name in SAMPLING)}
 NEVER = "never"

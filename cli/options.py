@@ -7,7 +7,7 @@ import json
 
 from engine import limits
 from engine.limits import IMAGE_TOKENS, MOST_DRAFTS, SAMPLING
-from kernels.limits import CHECK_ROWS, WISHES
+from kernels.limits import CHECK_ROWS, FLOAT16, KV_NAMES, WISHES
 
 from .named import AddModel, check_models, model_argument
 
@@ -45,7 +45,7 @@ GOES_WITH = {"raw": ["prompt"], "slots": ["serve", "plan", "print_config"], "kv_
              **dict.fromkeys(["embedding_model", "reranking_model"], ["serve", "plan"]),
              "embedding_card": ["embedding_model"], "reranking_card": ["reranking_model"],
              "trace": ["prompt", "chat", "serve", "perplexity", "bench"],
-             "against": ["perplexity"], "json": ["bench", "probe"],
+             **dict.fromkeys(["against", "against_kv"], ["perplexity"]), "json": ["bench", "probe"],
              **dict.fromkeys(["prompt_lengths", "contexts", "repeats", "batch", "cards", "acceptance", "check_widths",
                               "expert_hits"], ["bench"]),
              "draft": ["prompt", "chat", "serve", "bench", "plan"], "image": ["prompt"],
@@ -212,6 +212,9 @@ def add_comparison(parser: Parser):
                          help="also OTHER's figures, and how far MODEL's predictions are from its own (KL "
                               "divergence, likeliest tokens); the vocabulary is the same, and both are "
                               "loaded at once")
+    compare.add_argument("--against-kv", metavar="FORMAT", choices=KV_NAMES,
+                         help="how keys and values of what is compared with are kept, OTHER or else MODEL itself "
+                              f"(--kv says what there is; default for OTHER: {FLOAT16})")
 
 
 def add_bench(parser: Parser):
@@ -299,6 +302,10 @@ def add_machine(parser: Parser):
                          help="tokens of all conversations together, running ones and those kept for their "
                               f"next turn (default: slots x ctx, and {limits.KEPT_CONTEXTS} times as many where there "
                               "is memory)")
+    machine.add_argument("--kv", metavar="FORMAT", choices=KV_NAMES, default=FLOAT16,
+                         help="how keys and values are kept: as halves, in 8 bits (q8), keys in 8 bits and values in 3 "
+                              "(q8+3), in 4 bits (q4) or in 3 (q3); fewer bits make room for longer texts, and "
+                              f"answers less exact (default: {FLOAT16})")
     for where, default in ("", "a quarter of what is free"), ("host-", "an eighth of the machine's"):
         machine.add_argument(f"--checkpoint-{where}memory", metavar="MB", type=within(int, 0, 2**31 - 1),
                              help=f"{'host' if where else 'card'} memory for the states that spare later prompts "

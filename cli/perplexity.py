@@ -11,6 +11,7 @@ import tqdm
 import qengine
 from engine.request import ModelError, RequestError
 from kernels.card import CardError
+from kernels.limits import FLOAT16
 
 from .engines import load_engine, traced
 
@@ -39,11 +40,12 @@ class Perplexity:
                 ("  standard error", [f"{losses.std() / math.sqrt(len(losses)):.4f}" for losses in columns]),
                 ("perplexity", [f"{np.exp(losses.mean()):.4f}" for losses in columns])]
         if self.divergences is not None:
-            middle, high = np.percentile(self.divergences, [50, 99])
+            middle, high, higher = np.percentile(self.divergences, [50, 99, 99.9])
             rows += [("", []),
                      ("KL divergence, mean", [f"{self.divergences.mean():.6f} nats"]),
                      ("  median", [f"{middle:.6f} nats"]),
                      ("  99 %", [f"{high:.6f} nats"]),
+                     ("  99.9 %", [f"{higher:.6f} nats"]),
                      ("  max", [f"{self.divergences.max():.6f} nats"]),
                      ("same likeliest token", [f"{100 * self.same_top.mean():.2f} %"])]
         width = max(16, *map(len, names))
@@ -93,13 +95,16 @@ def score_rows(tokens: list[int], logits: np.ndarray, other_logits: np.ndarray |
 
 
 def run_perplexity(model: qengine.OpenModel, options) -> int:
-    """Prints how well a model predicts a text, perhaps beside another model; returns the exit code."""
+    """Prints how well a model predicts a text, perhaps beside another model, or beside itself with other pages of keys
+    and values; returns the exit code."""
     ids = model.tokenizer.encode(read_text(options.perplexity))
     if len(ids) < 2:
         raise RequestError("perplexity", f"{options.perplexity}: fewer than 2 tokens, so none to predict")
-    names, other = [options.model], None
-    if options.against is not None:
-        names, other = [options.model, options.against], qengine.open_model(options.against)
+    against_kv = options.against_kv or FLOAT16
+    names, other = [name_of(options.model, options.kv)], None
+    if options.against is not None or options.against_kv:
+        path = options.against or options.model
+        names, other = [*names, name_of(path, against_kv)], qengine.open_model(path).keeping(against_kv)
         if other.tokenizer.pieces != model.tokenizer.pieces:
             raise ModelError(f"{options.against}: its vocabulary is not that of {options.model}, so there is "
                              "nothing to compare")
@@ -111,8 +116,13 @@ def run_perplexity(model: qengine.OpenModel, options) -> int:
             against = qengine.load(other, card=engine.cards[0], ctx=engine.n_ctx, draft="off")
             stack.callback(against.close)
         measured = measure_perplexity(engine, ids, against, progress=True)
-    print(measured.table([Path(name).name.removesuffix(".gguf") for name in names]))
+    print(measured.table(names))
     return 0
+
+
+def name_of(path: str, kv: str) -> str:
+    """What the table calls a model."""
+    return Path(path).name.removesuffix(".gguf") + f" ({kv})" * (kv != FLOAT16)
 
 
 def read_text(path: str) -> str:

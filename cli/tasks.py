@@ -31,7 +31,7 @@ def run_probe(options) -> int:
 
 def print_config(options) -> int:
     """Prints what the model file and the command line say; returns the exit code."""
-    model = qengine.open_model(options.model)
+    model = qengine.open_model(options.model).keeping(options.kv)
     said = {"ctx": model.n_ctx(options.ctx), "slots": options.slots,
             "card": options.card or "the first if the model fits there, or else all"}
     for name, value in (dataclasses.asdict(model.config) | said).items():
@@ -61,7 +61,7 @@ def run(options) -> int:
         return run_probe(options)
     if options.plan:
         return run_plan(options)
-    model = qengine.open_model(options.model)
+    model = qengine.open_model(options.model).keeping(options.kv)
     check_eyes(options, model)
     if model.kind != "text":
         raise wrong_kind(model, "text")

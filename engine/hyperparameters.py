@@ -5,8 +5,11 @@ and `qwen3`, whose layers are all attention without gates.
 `read_hyperparameters` and `synthetic_hyperparameters` return the fields of `qengine.Config` as a dict.
 """
 
+import dataclasses
+
 from engine.gguf import GGUF, REQUIRED
-from engine.request import ModelError
+from engine.request import ModelError, RequestError
+from kernels.kv_formats import KV_FORMATS
 
 # Shapes of the published dense models, from config.json of huggingface.co/Qwen/Qwen3.5-{0.8B,2B,4B,9B,27B};
 # the parameter counts agree with those that llama-bench prints (752.39 M for 0.8B). "tiny" is ours.
@@ -226,3 +229,13 @@ def _linear(metadata: Metadata) -> dict:
     """The heads and the convolution of linear layers."""
     return {"n_key_heads": metadata.size("ssm.group_count"), "n_value_heads": metadata.size("ssm.time_step_rank"),
             "linear_head_dim": metadata.size("ssm.state_size"), "conv_width": metadata.size("ssm.conv_kernel")}
+
+
+def keeping(config, kv: str):
+    """A `qengine.Config` whose keys and values are kept in this format of kernels/kv_formats.py. Raises
+    RequestError."""
+    if kv not in KV_FORMATS:
+        raise RequestError("kv", f"there is no KV format {kv}, only {', '.join(KV_FORMATS)}")
+    if config.pooling and KV_FORMATS[kv].expands:
+        raise RequestError("kv", f"a model for embeddings or reranking keeps keys and values as float16, not as {kv}")
+    return dataclasses.replace(config, kv=kv)

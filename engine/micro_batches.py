@@ -43,6 +43,7 @@ class MicroBatch:
     def __init__(self, stream, before: "MicroBatch | None"):
         self.stream, self.before = stream, before
         self.done = collections.deque()     # an event per layer that is queued here and not yet in the next micro-batch
+        self.turn = before.turn if before else collections.deque(maxlen=1)  # the end of the latest of `in_turns`
 
     def queue(self, layers):
         """Runs the generator `layers` with this micro-batch's stream; yields after each layer."""
@@ -54,11 +55,27 @@ class MicroBatch:
 
     @contextlib.contextmanager
     def in_order(self):
-        """See `PromptPass`. The micro-batch before must have been queued up to this layer."""
+        """A layer changes states or pages inside. The micro-batch before must have been queued up to this layer."""
         if self.before:
             self.stream.wait(self.before.done.popleft())
         yield
         self.done.append(self.stream.record())
+
+    @contextlib.contextmanager
+    def in_turns(self, needed):
+        """If needed, what is queued inside uses memory that micro-batches share: it waits for what any micro-batch of
+        the pass has queued so before."""
+        for event in self.turn if needed else ():
+            self.stream.wait(event)
+        yield
+        if needed:
+            self.turn.append(self.stream.record())
+
+
+class Alone:
+    """What stands for the micro-batch of a pass that has only one."""
+
+    in_order = in_turns = contextlib.nullcontext
 
 
 class Span(NamedTuple):

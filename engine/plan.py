@@ -29,6 +29,7 @@ from kernels import probe, q8_gemm
 from kernels.card import OutOfMemory, PlannedCard, show_bytes
 from kernels.emulated.cards import CARDS
 from kernels.formats import FORMATS
+from kernels.kv_formats import KV_FORMATS
 from kernels.ngram import END_BITS
 from kernels.limits import CHECK_ROWS, WISHES
 from kernels.products import Products
@@ -478,6 +479,7 @@ class Blueprint(Protocol):
     hidden_dim: int
     context_length: int                 # tokens the model was made for
     parameters: str                     # how many there are, for people
+    kv: str                             # the KV format
 
     def stage(self, card: PlannedCard, layers: range, demand: Demand, chunk: int | None):
         """A stage of these layers on a card that only counts. It has card, layers, chunk, costs (StageCosts),
@@ -492,8 +494,8 @@ class Blueprint(Protocol):
     def formats(self) -> list[str]:
         """The formats of the matrices of layers, of experts not."""
 
-    def in_format(self, format: str) -> "Blueprint":
-        """The same model with its matrices in another weight format."""
+    def changed(self, format: str | None = None, kv: str | None = None) -> "Blueprint":
+        """The same model with its matrices in another weight format, or its keys and values in another KV format."""
 
 
 def check_split(split, n_layers: int, n_cards: int) -> list[range]:
@@ -721,6 +723,8 @@ def most(low: int, high: int, fits) -> int | None:
     n and false from there on."""
     if low > high or not fits(low):
         return None
+    if fits(high):
+        return high
     while low < high:
         middle = (low + high + 1) // 2
         low, high = (middle, high) if fits(middle) else (low, middle - 1)
@@ -830,7 +834,7 @@ class Planner:
 
     def report(self) -> str:
         """The plan for people: the table, the longest context, what of the weights a token uses where that is not all,
-        and what hops are expected to cost."""
+        contexts in other KV formats, and what hops are expected to cost."""
         plan, d, longest, work = self.plan, self.demand, self.longest_context(), self.costs.works[-1]
         lines = [plan.table(), "",
                  f"context: {d.contexts} tokens, pages for {plan.sizes.n_pages * PAGE_TOKENS:,}; "
@@ -841,7 +845,7 @@ class Planner:
                          f"{show_bytes(work.expert_bytes_read(8))}")
         lines += [f"products of prompts on {card.name}: {said}" for card in self.cards
                   if (said := Products.of(card, d.products).describe(self.blueprint.formats()))]
-        lines += self.expert_lines()
+        lines += self.expert_lines() + self.kv_lines(longest)
         if len(self.cards) > 1:
             added, busy, decode = self.expected_hops()
             n_passes, hidden_dim = len(self.passes(d.n_ctx)), self.blueprint.hidden_dim
@@ -854,6 +858,21 @@ class Planner:
             if any(card.kind == "emulated" and not card.like for card in self.cards):
                 lines.append(f"(emulated cards of no type count as {CARDS[0].name})")
         return "\n".join(lines)
+
+    def kv_lines(self, longest: int | None) -> list[str]:
+        """A table of all KV formats: bytes of a token on each card, and the longest context that fits, for people.
+        longest: that of this plan. Nothing for models without --kv."""
+        if self.demand.packed or not any(stage.page_bytes for stage in self.plan.on_paper):
+            return []
+        lines = [f"{'--kv':9}{'bytes of a token' + ', by card' * (len(self.cards) > 1):>28}{'longest context':>18}"]
+        for kv in KV_FORMATS:
+            other, found = self, longest
+            if kv != self.blueprint.kv:
+                other = Planner(self.blueprint.changed(kv=kv), self.cards, self.demand, self.spare)
+                found = other.longest_context()
+            by_card = " + ".join(f"{stage.page_bytes // PAGE_TOKENS:,}" for stage in other.plan.on_paper)
+            lines.append(f"{kv:9}{by_card:>28}{f'{found:,}' if found else 'none fits':>18}")
+        return lines
 
     def changes(self) -> list[str]:
         """What would make the model fit, each change by itself and as small as possible, for people."""
@@ -880,7 +899,7 @@ class Planner:
                 found.append(f"{more} more card{'s' * (more > 1)} like {largest.name}")
                 break
         for name in sorted(FORMATS, key=lambda name: -FORMATS[name].file_bytes / FORMATS[name].file_block):
-            if self.other(self.blueprint.in_format(name), self.cards).fits:
+            if self.other(self.blueprint.changed(format=name), self.cards).fits:
                 found.append(f"a file in {name}")
                 break
         return found

@@ -14,6 +14,8 @@ which a token meets them:
     rope.py, attention.py               attention of prompts
     attend_decode.py                    attention of a decode step
     kv_cache.py, kv_formats.py          keys and values in pages
+    kv_expand.py                        pages of few bits as halves, for prompts
+    hadamard.py                         what turns keys and values before they are quantised
     checkpoint.py                       copies of recurrent states
     swiglu.py                           the activation of the MLP
     route.py                            a mixture of experts: which experts each row goes to, and their rows

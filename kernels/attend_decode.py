@@ -28,9 +28,9 @@ pages, 18,400 tokens 36 units of 8 pages, 262,144 tokens 64 units of 64 pages.
 A block has a warp for each of its query heads. A KV head with more than 8 of them has several such blocks, which take
 equal *shares* of its query heads; the first share's blocks write the new key and value into the page.
 
-In a check of many answers with up to 4 heads in a group, a block takes two rows of an answer, if there are two rounds
-of such blocks for all SMs; the other blocks end at once. It loads keys and values once and does what follows for one
-row after the other. With fewer blocks SMs would be idle, and instructions take the time, not bytes.
+In a check of many answers with up to 4 heads in a group, in float16, a block takes two rows of an answer, if there are
+two rounds of such blocks for all SMs; the other blocks end at once. It loads keys and values once and does what follows
+for one row after the other. With fewer blocks SMs would be idle, and instructions take the time, not bytes.
 
 A warp takes 8 keys of a page for all query heads of the KV head at once, so a row reads the cache once. A *span* is a
 group of D / 8 lanes that hold a row together, 8 dims each. With D = 256 a span is a warp, and each lane has its dims of
@@ -50,7 +50,11 @@ alone. No result depends on what a block reads of these rows of the page meanwhi
 to finish merges the units in increasing order, applies the gate and writes the output, for each of its rows; it knows
 that it is the last from a counter on the card, which it sets back to zero. Accuracy: see kernels/attention.py.
 Pipe: half2 and fp32, about 600 instructions per lane for 64 keys and 4 heads. Bytes: 4 D per key and KV head in
-float16, read once; 4 (D + 2) written and read per unit and head. Measurements: benchmarks/results.md, section
+float16, read once; 4 (D + 2) written and read per unit and head.
+
+Keys and values of few bits lie in registers as they do in the page; a warp makes halves of its keys before the scores,
+and of its values before the products with them. Where they are turned (kernels/hadamard.py), a warp turns its query,
+and the block that merges the units turns the output back before the gate. Measurements: benchmarks/results.md, section
 attend_decode.
 """
 
@@ -65,12 +69,13 @@ from kernels.attention import TOLERANCE_ALL, attention_reference, gates, head_er
 from kernels.bench import Case, main
 from kernels.card import Array
 from kernels.compile import launches_overlap
+from kernels.hadamard import turn_back_function
 from kernels.intrinsics import (arrive, div_rn, exp, float_as_word, float_max, half2_high, half2_low, hfma2, hmul2,
                                 let_next_begin, load_floats4, load_shared, load_shared4, pack_half2, shared_address,
                                 sigmoid, store_shared, store_shared4, uniform, wait_for_previous, warp_max, warp_sum,
                                 word_as_float)
-from kernels.kv_cache import Pages, page_offset_function, read_pages
-from kernels.kv_formats import KV_FORMATS, PAGE
+from kernels.kv_cache import Pages, head_of_page, read_pages, spoil_function
+from kernels.kv_formats import KV_FORMATS, PAGE, turned, turned_back
 from kernels.norm import store_plain, store_quantized
 from kernels.quantize import quantize_reference
 from kernels.records import Places
@@ -100,62 +105,97 @@ class Scratch(NamedTuple):
     partials: Array         # float32 of `partials_shape`
     arrived: Array          # uint32, rows * heads elements or more: zero before the first launch and after each
 
+    @classmethod
+    def alloc(cls, card, rows, n_heads, head_dim):
+        return cls(card.alloc(partials_shape(rows, n_heads, head_dim), np.float32, "attention partials"),
+                   card.zeros((rows, n_heads), np.uint32, "attention blocks that have arrived"))
+
 
 # ---- parts -------------------------------------------------------------------------------------------------
 # own_keys: of how many of a warp's 8 keys a lane holds its 8 dims: 8 if the span is a warp, 4 if it is half a warp.
 
-def newest_functions(format, head_dim, rotary, own_keys):
-    """load_keys, store_newest and put_newest."""
-    load, store, row, eight = format.load, format.store_function(head_dim), format.row(head_dim), format.eight
-    load_head, norm_rotate, load_shared_row = load_function(head_dim), norm_rotate_function(head_dim, rotary), \
-        format.load_shared
+def row_functions(kind, head_dim, own_keys):
+    """load_rows, expand_rows and put_newest: for keys or for values, which lie in these Rows."""
+    parts, row = kind.functions(head_dim), kind.row(head_dim)
+    load, expand, load_shared_row, n_loaded = parts.load, parts.expand, parts.load_shared, own_keys * parts.n_raw
 
     @cuda.jit(device=True, forceinline=True)
-    def load_keys(words, pages, page, first, last, lane):
-        """Loads the lane's 8 dims, 4 words, of each of its keys among first .. first + 7. In place of keys beyond
-        `last`, the last live one, it loads `last` again."""
-        own, row_lane = uint32(0), lane
+    def first_and_chunk(lane):
+        """The first of the lane's keys among the warp's 8; which 8 dims are the lane's."""
         if own_keys != KEYS:
-            own, row_lane = uint32(uint32(lane >> uint32(4)) * uint32(own_keys)), uint32(lane & uint32(15))
-        at = uint64(page + uint64(uint32(first * uint32(row) + row_lane * uint32(eight))))
+            return uint32(uint32(lane >> uint32(4)) * uint32(own_keys)), uint32(lane & uint32(15))
+        return uint32(0), lane
+
+    @cuda.jit(device=True, forceinline=True)
+    def load_rows(raw, pages, page, first, last, lane):
+        """Loads what the lane's 8 dims of each of its keys among first .. first + 7 are made of. In place of keys
+        beyond `last`, the last live one, it loads `last` again."""
+        own, chunk = first_and_chunk(lane)
+        at = uint64(uint64(page * uint64(PAGE * row)) + uint64(uint32(first * uint32(row))))
         if uint32(first + uint32(KEYS - 1)) <= last:
             for j in range(uint32(own_keys)):
-                load(words, pages, uint64(at + uint64(uint32((j + own) * uint32(row)))), j)
+                load(raw, pages, uint64(at + uint64(uint32((j + own) * uint32(row)))), chunk, j)
         else:
             for j in range(uint32(own_keys)):
                 key = uint32(min(j + own, uint32(last - first)))
-                load(words, pages, uint64(at + uint64(uint32(key * uint32(row)))), j)
+                load(raw, pages, uint64(at + uint64(uint32(key * uint32(row)))), chunk, j)
 
     @cuda.jit(device=True, forceinline=True)
-    def store_newest(newest, new, k_pages, v_pages, to, is_own, projected, k_from, v_from, lane, w, angles, eps):
-        """Called by one warp. Takes a new key and value from elements k_from and v_from of `projected`, normalises and
-        rotates the key, and stores both as rows 2 new and 2 new + 1 of `newest` in shared memory; if `is_own`, also at
-        element `to` of the pages."""
-        k, v = load_head(projected, k_from, lane), load_head(projected, v_from, lane)
-        k = norm_rotate(k, w, angles, eps)
-        at = uint32(new * uint32(2 * row))
-        store(newest, at, lane, k)
-        store(newest, uint32(at + uint32(row)), lane, v)
-        if is_own:
-            store(k_pages, to, lane, k)
-            store(v_pages, to, lane, v)
-        cuda.syncwarp()     # the warp may load that row of the page next, to put this one over it
+    def expand_rows(words, raw, lane):
+        """Of what `load_rows` loaded, 4 words for each of the lane's keys. What was loaded is forgotten: no register
+        keeps it until the next load."""
+        own, chunk = first_and_chunk(lane)
+        for j in range(uint32(own_keys)):
+            i = uint32(uint32(4) * j)
+            words[i], words[i + uint32(1)], words[i + uint32(2)], words[i + uint32(3)] = expand(raw, j, chunk)
+        for i in range(uint32(n_loaded)):
+            raw[i] = uint32(0)
+
+    @cuda.jit(device=True, forceinline=True)
+    def nothing_to_expand(words, raw, lane):
+        pass
 
     @cuda.jit(device=True, forceinline=True)
     def put_newest(words, at, new, lane):
         """Replaces key `new` of the warp's 8 by the row at a shared address, and also the keys after it, in whose place
-        `load_keys` has loaded that key again."""
-        w0, w1, w2, w3 = load_shared_row(at)
-        own = uint32(0)
-        if own_keys != KEYS:
-            own = uint32(uint32(lane >> uint32(4)) * uint32(own_keys))
+        `load_rows` has loaded that key again."""
+        own, chunk = first_and_chunk(lane)
+        w0, w1, w2, w3 = load_shared_row(at, chunk)
         for j in range(uint32(own_keys)):
             if j + own >= new:
                 i = uint32(uint32(4) * j)
                 words[i], words[i + uint32(1)] = w0, w1
                 words[i + uint32(2)], words[i + uint32(3)] = w2, w3
 
-    return load_keys, store_newest, put_newest
+    return load_rows, expand_rows if expand else nothing_to_expand, put_newest
+
+
+def newest_function(format, head_dim, rotary):
+    """store_newest."""
+    keys, values = format.functions(head_dim)
+    load_head, norm_rotate = load_function(head_dim), norm_rotate_function(head_dim, rotary)
+    spoil = spoil_function(head_dim)
+    pack_key, write_key, pack_value, write_value = keys.pack, keys.write, values.pack, values.write
+    k_row, v_row = format.keys.row(head_dim), format.values.row(head_dim)
+
+    @cuda.jit(device=True, forceinline=True)
+    def store_newest(newest, new, k_pages, v_pages, to, is_own, projected, k_from, v_from, lane, w, angles, eps):
+        """Called by one warp. Takes a new key and value from elements k_from and v_from of `projected`, normalises and
+        rotates the key, and stores both as pair `new` of `newest` in shared memory; if `is_own`, also as row `to` of
+        the pages."""
+        k, v = load_head(projected, k_from, lane), load_head(projected, v_from, lane)
+        k = norm_rotate(k, w, angles, eps)
+        v = pack_value(spoil(v, k), lane)
+        k = pack_key(k, lane)
+        at = uint32(new * uint32(k_row + v_row))
+        write_key(newest, at, lane, k)
+        write_value(newest, uint32(at + uint32(k_row)), lane, v)
+        if is_own:
+            write_key(k_pages, uint64(to * uint64(k_row)), lane, k)
+            write_value(v_pages, uint64(to * uint64(v_row)), lane, v)
+        cuda.syncwarp()     # the warp may load that row of the page next, to put this one over it
+
+    return store_newest
 
 
 @cuda.jit(device=True, forceinline=True)
@@ -268,10 +308,10 @@ def shares_of(group):
     return next(n for n in range(-(-group // MAX_HEADS), group + 1) if group % n == 0)
 
 
-def rows_of_block(group, n_answers, width):
-    """Rows of an answer that a block takes at most: two in a check of many answers, if each of their heads has a
-    warp."""
-    return 2 if width > 1 and n_answers >= MANY_ANSWERS and 2 * group <= WARPS else 1
+def rows_of_block(format, group, n_answers, width):
+    """Rows of an answer that a block takes at most: two in a check of many answers, if each of their heads has a warp.
+    Where keys and values must be expanded, registers do not last for two."""
+    return 2 if width > 1 and n_answers >= MANY_ANSWERS and 2 * group <= WARPS and not format.expands else 1
 
 
 @cache
@@ -279,23 +319,28 @@ def attend_kernel(format, group, head_dim, rotary, gated, quantized, early, widt
     """The kernel for a KV format and heads of this shape. `group`, the query heads of a block, is a constant, so that
     a lane's values of each head are registers. quantized: int8 output or float32; early: see kernels/intrinsics.py;
     width: 1 in a plain step, CHECK_ROWS in a check; rows: of an answer in a block, at most; shares: of a KV head."""
-    words, record, row_elements = head_dim // 2, head_dim + RECORD, format.row(head_dim)
+    words, record = head_dim // 2, head_dim + RECORD
+    k_row, v_row = format.keys.row(head_dim), format.values.row(head_dim)
     spans = 32 * DIMS // head_dim                           # of a warp
     own_keys, n_spans = KEYS // spans, WARPS * spans        # keys of a lane; spans of the block
     sides = 32 * WARPS // words                             # threads that own the same 2 dims, of different heads
     n_own, is_even = -(-group // sides), group % sides == 0     # heads of a thread, 2 dims of each
-    n_o, n_loaded, n_newest = 2 * n_own * rows, own_keys * DIMS // 2, 2 * width * row_elements
+    n_o, n_words, n_newest = 2 * n_own * rows, own_keys * DIMS // 2, width * (k_row + v_row)
+    n_k_loaded, n_v_loaded = (own_keys * each.n_raw for each in format.functions(head_dim))
+    expands = format.expands
     n_heads = rows * group                                  # of the block: at most one for each warp
     n_query, n_scores = n_heads * head_dim, n_heads * PAGE
     n_chains = n_spans * group * words
     n_quads, most = -(-group // 4), uint32(group - 1)       # of heads
     n_rounds, n_fours = -(-group * head_dim // (4 * 32 * WARPS)), group * head_dim // 4
     query_width = 2 * head_dim if gated else head_dim
-    row_bytes, eight_bytes = (n * np.dtype(format.dtype).itemsize for n in (row_elements, format.eight))
-    element, store = format.element, store_quantized if quantized else store_plain
+    k_bytes, pair_bytes = (n * np.dtype(format.keys.dtype).itemsize for n in (k_row, k_row + v_row))
+    element, store, turned = format.element, store_quantized if quantized else store_plain, format.turned
     load_head, angles_of = load_function(head_dim), angles_function(rotary)
-    store_query, page_offset = store_query_function(head_dim, rotary), page_offset_function(row_elements)
-    load_keys, store_newest, put_newest = newest_functions(format, head_dim, rotary, own_keys)
+    store_query, turn_back = store_query_function(head_dim, rotary, turned), turn_back_function(4, 1)
+    load_keys, expand_keys, put_key = row_functions(format.keys, head_dim, own_keys)
+    load_values, expand_values, put_value = row_functions(format.values, head_dim, own_keys)
+    store_newest = newest_function(format, head_dim, rotary)
     dot_heads, chain_values = product_functions(own_keys)
     weigh_units, load_units = unit_functions(head_dim, group)
 
@@ -315,15 +360,20 @@ def attend_kernel(format, group, head_dim, rotary, gated, quantized, early, widt
         """Number of the first of the records of a row's share in `partial`."""
         return uint32(uint32(number_of(row, n_kv, share) * uint32(group)) * uint32(UNITS))
 
-    @cuda.jit(device=True, forceinline=True)
-    def put_rows(words, at, new_rows, r, first_key, lane):
-        """Puts the new row of row r of the block into the lane's words of the last page; before row 0 also the new rows
-        of the answer before. at: shared address of the first new row."""
-        before = uint32(new_rows[1] + r)
-        for m in range(uint32(0) if r == uint32(0) else before, uint32(before + uint32(1))):
-            key = uint32(uint32(new_rows[0] + m) - first_key)
-            if key < uint32(KEYS):
-                put_newest(words, at + uint64(uint32(m * uint32(2 * row_bytes))), key, lane)
+    def put_rows_function(put_newest):
+        @cuda.jit(device=True, forceinline=True)
+        def put_rows(words, at, new_rows, r, first_key, lane):
+            """Puts the new row of row r of the block into the lane's words of the last page; before row 0 also the new
+            rows of the answer before. at: shared address of the first new row."""
+            before = uint32(new_rows[1] + r)
+            for m in range(uint32(0) if r == uint32(0) else before, uint32(before + uint32(1))):
+                key = uint32(uint32(new_rows[0] + m) - first_key)
+                if key < uint32(KEYS):
+                    put_newest(words, at + uint64(uint32(m * uint32(pair_bytes))), key, lane)
+
+        return put_rows
+
+    put_keys, put_values = put_rows_function(put_key), put_rows_function(put_value)
 
     @cuda.jit(device=True, forceinline=True)
     def add_chains(o, r, sum_at, factors, totals, side):
@@ -357,8 +407,12 @@ def attend_kernel(format, group, head_dim, rotary, gated, quantized, early, widt
         newest = cuda.shared.array(n_newest, element, alignment=16)     # [new row][key, value]
         new_rows = cuda.shared.array(2, uint32)     # place of the first in its page; how many before the block's
         is_last = cuda.shared.array(1, uint32)
-        kw = cuda.local.array(n_loaded, uint32)
-        vw = cuda.local.array(n_loaded, uint32)
+        kw = cuda.local.array(n_words, uint32)          # of the page, as halves
+        vw = cuda.local.array(n_words, uint32)
+        loaded_keys, loaded_values = kw, vw             # of the page, or of the next one, as they lie there
+        if expands:
+            loaded_keys = cuda.local.array(n_k_loaded, uint32)
+            loaded_values = cuda.local.array(n_v_loaded, uint32)
         pw = cuda.local.array(own_keys, uint32)
         o = cuda.local.array(n_o, float32)
         values = cuda.local.array(MERGED_SHAPE, float32)
@@ -398,7 +452,7 @@ def attend_kernel(format, group, head_dim, rotary, gated, quantized, early, widt
 
         new_key = uint32(position % uint32(PAGE))
         new_warp = uint32(new_key // uint32(KEYS))
-        page = page_offset(block_table, max_pages, slot, first_page, kv_head, n_kv)
+        page = head_of_page(block_table, max_pages, slot, first_page, kv_head, n_kv)
         last = uint32(min(uint32(position - first_page * uint32(PAGE)), uint32(PAGE - 1)))  # live key
         # Rotated, so that the warp with the new key comes last and has a query head only if the group has 8.
         own_head = uint32(uint32(warp + uint32(WARPS - 1) - new_warp) & uint32(WARPS - 1))
@@ -419,8 +473,8 @@ def attend_kernel(format, group, head_dim, rotary, gated, quantized, early, widt
                 new_angles = angles_of(new_row, n_positions, lane, rope_pos, inv_freq, height_section, width_section)
         of_head = uint32(new_row * stride + kv_head * uint32(head_dim))
         k_from, v_from = uint32(of_head + k_column), uint32(of_head + v_column)
-        to = page_offset(block_table, max_pages, slot, last_page, kv_head, n_kv)
-        to = uint64(to + uint64(uint32(uint32(uint32(new_key - before) + new) * uint32(row_elements))))
+        to = head_of_page(block_table, max_pages, slot, last_page, kv_head, n_kv)
+        to = uint64(uint64(to * uint64(PAGE)) + uint64(uint32(uint32(new_key - before) + new)))
         k_w = load_head(k_norm, uint32(0), lane)
         if not early:
             if is_void:
@@ -430,8 +484,8 @@ def attend_kernel(format, group, head_dim, rotary, gated, quantized, early, widt
                 store_newest(newest, new, k_pages, v_pages, to, is_own, projected, k_from, v_from, lane, k_w,
                              new_angles, eps)
         if first_key <= last and not is_void:
-            load_keys(kw, k_pages, page, first_key, last, lane)
-            load_keys(vw, v_pages, page, first_key, last, lane)
+            load_keys(loaded_keys, k_pages, page, first_key, last, lane)
+            load_values(loaded_values, v_pages, page, first_key, last, lane)
         if early:
             wait_for_previous()
             if is_void:
@@ -455,7 +509,7 @@ def attend_kernel(format, group, head_dim, rotary, gated, quantized, early, widt
         if spans == 2:
             span, row_lane = uint32(thread >> uint32(4)), uint32(lane & uint32(15))
         query_at = shared_address(query) + uint64(uint32(row_lane * uint32(16)))
-        newest_at = shared_address(newest) + uint64(uint32(row_lane * uint32(eight_bytes)))
+        newest_at = shared_address(newest)
         p_at = shared_address(scores) + uint64(uint32(first_key * uint32(4)))
         score_at = p_at + uint64(uint32(uint32(lane >> uint32(2)) * uint32(4)))
         softmax_at = shared_address(scores) + uint64(
@@ -470,14 +524,15 @@ def attend_kernel(format, group, head_dim, rotary, gated, quantized, early, widt
             next_last, next_page = uint32(0), page
             more = number < end_page
             if more:
-                next_page = page_offset(block_table, max_pages, slot, number, kv_head, n_kv)
+                next_page = head_of_page(block_table, max_pages, slot, number, kv_head, n_kv)
                 next_last = uint32(min(uint32(position - number * uint32(PAGE)), uint32(PAGE - 1)))
             load_next = more and first_key <= next_last
+            expand_keys(kw, loaded_keys, lane)
             for r in range(count):
                 row_last = last
                 if number > last_page:
                     row_last = uint32(last + r)
-                    put_rows(kw, newest_at, new_rows, r, first_key, lane)
+                    put_keys(kw, newest_at, new_rows, r, first_key, lane)
                 if first_key <= row_last:
                     for quad in range(uint32(n_quads)):
                         g, of_row = uint32(uint32(4) * quad), uint32(r * uint32(group))
@@ -490,7 +545,7 @@ def attend_kernel(format, group, head_dim, rotary, gated, quantized, early, widt
                         g = uint32(min(uint32(g + uint32(lane & uint32(3))), most))  # the last head again
                         store_shared(score_at + uint64(uint32(uint32(of_row + g) * uint32(4 * PAGE))), float_as_word(x))
             if load_next:
-                load_keys(kw, k_pages, next_page, first_key, next_last, lane)
+                load_keys(loaded_keys, k_pages, next_page, first_key, next_last, lane)
             cuda.syncthreads()
 
             if warp < n_live:
@@ -513,13 +568,14 @@ def attend_kernel(format, group, head_dim, rotary, gated, quantized, early, widt
                     factors[warp], totals[warp] = of_page, of_before
             cuda.syncthreads()
 
+            expand_values(vw, loaded_values, lane)
             for r in range(uint32(rows)):
                 if rows > 1 and r >= count:
                     break
                 row_last = last
                 if number > last_page:
                     row_last = uint32(last + r)
-                    put_rows(vw, newest_at + uint64(row_bytes), new_rows, r, first_key, lane)
+                    put_values(vw, newest_at + uint64(k_bytes), new_rows, r, first_key, lane)
                 if first_key <= row_last:
                     for g in range(uint32(group)):
                         at = p_at + uint64(uint32(uint32(r * uint32(group) + g) * uint32(4 * PAGE)))
@@ -534,7 +590,7 @@ def attend_kernel(format, group, head_dim, rotary, gated, quantized, early, widt
                         store_shared4(chain_at + uint64(uint32(g * uint32(4 * words))), uint32(0), uint32(0), uint32(0),
                                       uint32(0))
                 if load_next and r + uint32(1) == count:
-                    load_keys(vw, v_pages, next_page, first_key, next_last, lane)
+                    load_values(loaded_values, v_pages, next_page, first_key, next_last, lane)
                 cuda.syncthreads()
                 add_chains(o, r, sum_at, factors, totals, side)
                 if rows > 1 and r + uint32(1) < count:
@@ -591,8 +647,13 @@ def attend_kernel(format, group, head_dim, rotary, gated, quantized, early, widt
                     load_units(values, partial, first, last_unit, of_units)
                     merge_units(acc, values, chains, uint32(g * uint32(UNITS) + first), uint32(group * UNITS))
                 inverse = div_rn(float32(1.0), acc[4])
-                for d in range(uint32(4)):
-                    acc[d] = acc[d] * inverse * sigmoid(gate[d]) if gated else acc[d] * inverse
+                four_dims = acc[0] * inverse, acc[1] * inverse, acc[2] * inverse, acc[3] * inverse
+                if turned:
+                    four_dims = turn_back(four_dims, lane, lane)
+                acc[0], acc[1], acc[2], acc[3] = four_dims
+                if gated:
+                    for d in range(uint32(4)):
+                        acc[d] = acc[d] * sigmoid(gate[d])
                 store(out, scales, uint32(to + uint32(4) * four), inside, acc[0] if inside else float32(0.0),
                       acc[1] if inside else float32(0.0), acc[2] if inside else float32(0.0),
                       acc[3] if inside else float32(0.0))
@@ -625,7 +686,7 @@ def attend_decode(card, out, qkv, pages, places, scratch, rows, *, width=1, earl
     group = heads.group // shares
     kernel = attend_kernel(pages.format, group, heads.head_dim, heads.rotary, heads.gated, scales is not None,
                            early and launches_overlap(card.cc), 1 if width == 1 else CHECK_ROWS,
-                           rows_of_block(group, rows, width), shares)
+                           rows_of_block(pages.format, group, rows, width), shares)
     card.launch(kernel, (heads.n_kv_heads * shares, rows * width, min(UNITS, pages.block_table.shape[1])), 32 * WARPS,
                 values.reshape(-1), (values if scales is None else scales).reshape(-1), scratch.partials.reshape(-1),
                 scratch.arrived.reshape(-1), qkv.products.values.reshape(-1), qkv.q_norm, qkv.k_norm,
@@ -668,7 +729,7 @@ def sample_case(format, heads, positions, seed=0, max_pages=None):
     held = [position // PAGE + 1 for position in positions]
     numbers, table = rng.permutation(sum(held)), np.full((rows, max_pages), -1, np.int32)
     shape = sum(held), heads.n_kv_heads, PAGE, heads.head_dim
-    k, v = (format.encode(rng.standard_normal(shape, np.float32)) for _ in "kv")
+    k, v = (kind.encode(rng.standard_normal(shape, np.float32)) for kind in format.kinds.values())
     for row, position in enumerate(positions):
         table[row, :held[row]], numbers = numbers[:held[row]], numbers[held[row]:]
         for pages in k, v:
@@ -697,8 +758,7 @@ def launcher(card, case, width=1):
     """(a function of out that queues a launch, the Sample on the card, its Scratch)."""
     heads, rows = case.qkv.heads, len(case.places.slots)
     there = upload_case(card, case)
-    scratch = Scratch(card.alloc(partials_shape(rows, heads.n_heads, heads.head_dim), np.float32),
-                      card.zeros((rows, heads.n_heads), np.uint32))
+    scratch = Scratch.alloc(card, rows, heads.n_heads, heads.head_dim)
     card.poison(scratch.partials)
 
     def launch(out, early=False):
@@ -710,10 +770,11 @@ def launcher(card, case, width=1):
 def expected(case, k_pages, v_pages):
     """float64 [rows, heads D] from the pages as they are after the launch."""
     heads, format, found = case.qkv.heads, case.pages.format, []
-    q = query_reference(case.qkv).astype(np.float16)
+    q = turned_back(format, turned(format, query_reference(case.qkv)).astype(np.float16))
     gate = gates(case.qkv.products.values, heads)
     for row, position in enumerate(case.places.positions):
-        k, v = (read_pages(format, pages, case.pages.block_table, row, position + 1) for pages in (k_pages, v_pages))
+        k, v = (turned_back(kind, read_pages(kind, pages, case.pages.block_table, row, position + 1))
+                for kind, pages in zip(format.kinds.values(), (k_pages, v_pages)))
         one = slice(row, row + 1)
         found.append(attention_reference(q[one], k, v, gate if gate is None else gate[one], [position]))
     return np.concatenate(found)

@@ -18,6 +18,12 @@ other, each of consecutive tokens of a slot of its own. Then `tiles` lists what 
 
 A part's results have the bits of a launch for this part alone.
 
+**Pages of few bits** are read as halves, which kernels/kv_expand.py makes of them in a workspace, once per launch and
+not once per tile. The workspace has room for a *piece* of the context, so a launch walks over a piece. Between two
+pieces its sums stay on the card as they are, unscaled and per lane, so the bits do not depend on the size of a piece.
+Such keys and values are turned (kernels/hadamard.py): q is turned, too, and behind the last piece the kernel turns the
+output back before the gate.
+
 Half precision where it is harmless. Products run on packed half2 FMA. A score is made of chains of 8 products per half,
 two of which are added in half precision; a value of 16 products in one chain. Then they are added to float32 sums, so a
 chain's rounding errors (2^-11 of its partial sum each) do not grow with the context. Softmax statistics, rescaling and
@@ -56,15 +62,17 @@ from functools import cache
 
 import numpy as np
 from numba import cuda
-from numba.types import float32, uint32, uint64
+from numba.types import float32, int32, uint32, uint64
 
 from kernels.bench import Case, main
+from kernels.hadamard import turn_back_function
 from kernels.intrinsics import (BIAS_FLOAT, both_high, both_low, div_rn, float_as_word, float_max, hadd2, half2_high,
                                 half2_low, hfma2, hmul2, load_floats4, load_shared4, load_words4, pack_half2,
                                 shared_address, sigmoid, store_floats4, store_shared4, store_words4,
                                 word_as_float)
-from kernels.kv_cache import Pages, page_offset_function
-from kernels.kv_formats import KV_FORMATS, PAGE
+from kernels.kv_cache import Pages, head_of_page
+from kernels.kv_expand import PIECE_PAGES, Piece, expand_pages
+from kernels.kv_formats import KV_FORMATS, PAGE, turned_back
 from kernels.records import Places, Projected
 from kernels.rope import QKV, QWEN3, QWEN35, heads_of
 
@@ -144,47 +152,53 @@ def store_tile(words, address, stride):
                       words[n + uint32(2)], words[n + uint32(3)])
 
 
-def load_functions(format, head_dim):
+def load_functions(head_dim):
     """load_keys and load_values, which load the lane's share of a tile into registers. Arguments: (words, pages, page,
-    part, last, lane, warp); page: element where the head's rows begin, part: which of the page's tiles, last: the last
-    live key of the page, which replaces those beyond it."""
-    load, row, eight = format.load, format.row(head_dim), format.eight
+    part, last, lane, warp); page: number of the head's rows, part: which of the page's tiles, last: the last live key
+    of the page, which replaces those beyond it."""
     lanes = head_dim // DIMS                    # that share a row of values,
     rows_at_once = 32 // lanes                  # of which a warp loads so many at once
 
     @cuda.jit(device=True, forceinline=True)
+    def load(words, pages, at, i):
+        n = uint32(uint32(4) * i)
+        words[n], words[n + uint32(1)], words[n + uint32(2)], words[n + uint32(3)] = load_words4(pages, at)
+
+    @cuda.jit(device=True, forceinline=True)
     def load_keys(words, pages, page, part, last, lane, warp):
         """A warp loads two rows of the tile at a time, the block 8. Tile row r holds key 4 (r % 16) + r // 16."""
+        page = uint64(page * uint64(PAGE * head_dim))
         first = uint32(uint32(8) * warp + uint32(4) * uint32(lane >> uint32(4)))
-        dim = uint32(part * uint32(TILE_DIMS // DIMS * eight) + uint32(lane & uint32(15)) * uint32(eight))
+        dim = uint32(part * uint32(TILE_DIMS) + uint32(lane & uint32(15)) * uint32(DIMS))
         if last >= uint32(PAGE - 1):
-            at = uint64(page + uint64(uint32(first * uint32(row) + dim)))
+            at = uint64(page + uint64(uint32(first * uint32(head_dim) + dim)))
             for i in range(uint32(LOADS)):
                 key = uint32(uint32(32) * uint32(i % uint32(2)) + uint32(i // uint32(2)))
-                load(words, pages, uint64(at + uint64(uint32(key * uint32(row)))), i)
+                load(words, pages, uint64(at + uint64(uint32(key * uint32(head_dim)))), i)
         else:
             for i in range(uint32(LOADS)):
                 key = uint32(first + uint32(32) * uint32(i % uint32(2)) + uint32(i // uint32(2)))
                 key = key if key < last else last
-                load(words, pages, uint64(page + uint64(uint32(key * uint32(row) + dim))), i)
+                load(words, pages, uint64(page + uint64(uint32(key * uint32(head_dim) + dim))), i)
 
     @cuda.jit(device=True, forceinline=True)
     def load_values(words, pages, page, part, last, lane, warp):
         """A warp loads a row at a time, or two where 16 lanes hold a row."""
+        page = uint64(page * uint64(PAGE * head_dim))
         first = uint32(part * uint32(TILE_ELEMENTS // head_dim) + warp * uint32(rows_at_once))
-        dim = uint32(lane * uint32(eight))
+        dim = uint32(lane * uint32(DIMS))
         if rows_at_once == 2:
             first = uint32(first + uint32(lane >> uint32(4)))
-            dim = uint32(uint32(lane & uint32(15)) * uint32(eight))
+            dim = uint32(uint32(lane & uint32(15)) * uint32(DIMS))
         if last >= uint32(PAGE - 1):
-            at = uint64(page + uint64(uint32(first * uint32(row) + dim)))
+            at = uint64(page + uint64(uint32(first * uint32(head_dim) + dim)))
             for i in range(uint32(LOADS)):
-                load(words, pages, uint64(at + uint64(uint32(i * uint32(WARPS * rows_at_once * row)))), i)
+                load(words, pages, uint64(at + uint64(uint32(i * uint32(WARPS * rows_at_once * head_dim)))), i)
         else:
             for i in range(uint32(LOADS)):
                 key = uint32(first + i * uint32(WARPS * rows_at_once))
                 key = key if key < last else last
-                load(words, pages, uint64(page + uint64(uint32(key * uint32(row) + dim))), i)
+                load(words, pages, uint64(page + uint64(uint32(key * uint32(head_dim) + dim))), i)
 
     return load_keys, load_values
 
@@ -244,6 +258,12 @@ def product_functions(stride, n_rows):
     return add_scores, chain_values
 
 
+@cuda.jit(device=True, forceinline=True)
+def close(x, gate):
+    """4 values times the sigmoids of their gates."""
+    return x[0] * sigmoid(gate[0]), x[1] * sigmoid(gate[1]), x[2] * sigmoid(gate[2]), x[3] * sigmoid(gate[3])
+
+
 # ---- kernel ------------------------------------------------------------------------------------------------
 
 @cuda.jit(device=True, forceinline=True)
@@ -260,24 +280,29 @@ def of_own_rows(values, r):
 
 
 @cache
-def tiles_kernel(format, head_dim, gated, packed):
-    """The kernel for a KV format and heads of this shape. packed: whether `tiles` counts."""
+def tiles_kernel(expanded, head_dim, gated, packed):
+    """The kernel for heads of this shape. expanded: whether it reads a piece in a workspace, which was turned, and not
+    the pages themselves; packed: whether `tiles` counts. Not both."""
     n_parts = head_dim // TILE_DIMS                         # tiles of a page's keys, and of its values
     rows_at_once = 32 * DIMS // head_dim                    # rows of a tile of values that a warp covers
     n_rows, tile_values = ROWS // rows_at_once, TILE_ELEMENTS // head_dim
     n_outputs, n_chains = n_rows * DIMS, n_rows * DIMS // 2     # of a lane: floats, half2 sums
     q_stride = head_dim // 2 + 4                            # words from one query or value to the next in shared memory
     n_query = WARPS * ROWS * q_stride
-    load_keys, load_values = load_functions(format, head_dim)
+    load_keys, load_values = load_functions(head_dim)
+    turn_back = turn_back_function(DIMS, rows_at_once)
+    finishes = gated or expanded                            # whether sums are not yet the output
     add_scores, chain_values = product_functions(q_stride, n_rows)
     of_row = of_eight_rows if n_rows == ROWS else of_own_rows
-    page_offset = page_offset_function(format.row(head_dim))
 
     @cuda.jit(launch_bounds=(32 * WARPS, RESIDENT))
-    def attend_tiles(out, q, projected, k_pages, v_pages, block_table, row_slot, row_pos, tiles, stride, max_pages,
-                     rows, heads, n_kv):
+    def attend_tiles(out, q, projected, k_pages, v_pages, block_table, row_slot, row_pos, tiles, sums, stride,
+                     max_pages, rows, heads, n_kv, first_page, n_pages):
         """Grid (tiles of 4 warps, n_kv), block (32, 4). Unit u of a KV head, a warp's work, is rows 8 (u // group) ..
-        + 7 of its query head u % group; the last tiles, which see the most keys, come first."""
+        + 7 of its query head u % group; the last tiles, which see the most keys, come first.
+
+        If expanded, k_pages and v_pages hold pages first_page .. + n_pages - 1 of the sequence, as slot 0 of a table.
+        `sums` has 256 floats for each unit, between two pieces: of each lane `high` and `total`."""
         q_tile = cuda.shared.array(n_query, uint32)
         tile = cuda.shared.array(TILE, uint32)
         p_tile = cuda.shared.array(P_TILE, uint32)
@@ -304,6 +329,14 @@ def tiles_kernel(format, head_dim, gated, packed):
         position = uint32(start + row)  # of the warp's first row
         block_rows = uint32(uint32(uint32(first_unit + uint32(WARPS - 1)) // group + uint32(1)) * uint32(ROWS))
         last_key = uint32(start + uint32(min(block_rows, rows)) - uint32(1))  # that any row of the block sees
+        is_last = True
+        if expanded:        # from here on, positions and keys count from the piece's first key
+            first_key, n_keys = uint32(first_page * uint32(PAGE)), uint32(n_pages * uint32(PAGE))
+            if first_key > last_key:
+                return
+            position, last_key = uint32(position - first_key), uint32(last_key - first_key)
+            slot, is_last = uint32(0), last_key < n_keys
+            last_key = uint32(min(last_key, uint32(n_keys - uint32(1))))
         upper, key_lane = uint32(lane & uint32(1)), uint32(lane >> uint32(1))
         own, row_lane = uint32(0), lane     # the first row of the warp whose output is the lane's; its place in a row
         if n_rows != ROWS:
@@ -320,6 +353,21 @@ def tiles_kernel(format, head_dim, gated, packed):
             o[i] = float32(0.0)
         for i in range(uint32(4)):
             high[i], total[i] = float32(MINUS_INFINITY), float32(0.0)
+        of_unit = uint32(0)
+        if expanded:
+            of_unit = uint32(uint32(uint32(row // uint32(ROWS)) * heads + head) * uint32(32 * 8) + lane * uint32(8))
+            if first_page > uint32(0) and row < rows:        # go on where the piece before has stopped
+                high[0], high[1], high[2], high[3] = load_floats4(sums, of_unit)
+                total[0], total[1], total[2], total[3] = load_floats4(sums, uint32(of_unit + uint32(4)))
+                for r in range(uint32(n_rows)):
+                    if uint32(row + own + r) < rows:
+                        at = uint32(uint32(uint32(row + own + r) * heads) + head)
+                        at = uint32(at * uint32(head_dim) + row_lane * uint32(DIMS))
+                        i = uint32(r * uint32(DIMS))
+                        for n in range(uint32(2)):
+                            o[i], o[i + uint32(1)], o[i + uint32(2)], o[i + uint32(3)] = load_floats4(
+                                out, uint32(at + uint32(4) * n))
+                            i = uint32(i + uint32(4))
 
         # Shared addresses: of the lane's rows of q, its row of a tile of keys, its part of a tile of values, and of the
         # rows of p that it reads and writes; and where the lane puts its share of a tile.
@@ -336,15 +384,16 @@ def tiles_kernel(format, head_dim, gated, packed):
         put_value = shared_address(tile) + uint64(
             uint32(uint32(uint32(warp * uint32(rows_at_once)) + uint32(lane // uint32(32 // rows_at_once)))
                    * uint32(4 * q_stride) + uint32(16) * uint32(lane % uint32(32 // rows_at_once))))
-        page = page_offset(block_table, max_pages, slot, uint32(0), kv_head, n_kv)
+        page = head_of_page(block_table, max_pages, slot, uint32(0), kv_head, n_kv)
         load_keys(loaded, k_pages, page, uint32(0), last_key, lane, warp)
         for number in range(uint32(uint32(last_key // uint32(PAGE)) + uint32(1))):
             first = uint32(uint32(number) * uint32(PAGE))
             last = uint32(last_key - first)
             next_page = page
             if last >= uint32(PAGE):
-                next_page = page_offset(block_table, max_pages, slot, uint32(number + uint32(1)), kv_head, n_kv)
-            sees = first < uint32(position + uint32(ROWS)) and row < rows  # does a row of the warp see a key?
+                next_page = head_of_page(block_table, max_pages, slot, uint32(number + uint32(1)), kv_head, n_kv)
+            # Does a row of the warp see a key? Signed: it may stand before the piece.
+            sees = int32(first) < int32(position + uint32(ROWS)) and row < rows
             for i in range(uint32(16)):
                 s[i] = float32(0.0)
             for part in range(uint32(n_parts)):
@@ -361,12 +410,12 @@ def tiles_kernel(format, head_dim, gated, packed):
                         add_scores(s, q_at + uint64(uint32(uint32(part) * uint32(2 * TILE_DIMS) + of_chunk)),
                                    k_at + uint64(of_chunk))
             if sees:
-                if uint32(first + uint32(PAGE - 1)) > position:  # some row does not see every key
+                if int32(first + uint32(PAGE - 1)) > int32(position):  # some row does not see every key
                     for i in range(uint32(4)):
                         limit = uint32(position + upper * uint32(4) + i)  # the last key that the row sees
                         for j in range(uint32(4)):
                             n, key = uint32(uint32(4) * i + j), uint32(first + uint32(4) * key_lane + j)
-                            s[n] = s[n] if key <= limit else float32(MINUS_INFINITY)
+                            s[n] = s[n] if int32(key) <= int32(limit) else float32(MINUS_INFINITY)
                 moved = False
                 for i in range(uint32(4)):
                     n = uint32(uint32(4) * i)
@@ -418,10 +467,13 @@ def tiles_kernel(format, head_dim, gated, packed):
                             o[i + uint32(1)] = o[i + uint32(1)] + half2_high(h[n])
             page = next_page
 
+        if not is_last and row < rows:
+            store_floats4(sums, of_unit, high[0], high[1], high[2], high[3])
+            store_floats4(sums, uint32(of_unit + uint32(4)), total[0], total[1], total[2], total[3])
         for i in range(uint32(4)):
             total[i] = half_warp_sum(total[i])
         for r in range(uint32(n_rows)):
-            f = div_rn(float32(1.0), of_row(total, r))
+            f = div_rn(float32(1.0), of_row(total, r)) if is_last else float32(1.0)
             if uint32(row + own + r) < rows:
                 row_head = uint32(uint32(uint32(begin + row + own + r) * heads) + head)
                 at = uint32(row_head * uint32(head_dim) + row_lane * uint32(DIMS))
@@ -430,18 +482,24 @@ def tiles_kernel(format, head_dim, gated, packed):
                     store_floats4(out, uint32(at + uint32(4) * n), o[i] * f, o[i + uint32(1)] * f,
                                   o[i + uint32(2)] * f, o[i + uint32(3)] * f)
                     i = uint32(i + uint32(4))
-        row = uint32(row + own)
-        if gated and row < rows:  # a loop of its own, not unrolled: 64 sigmoids would be a large part of the program
+        if finishes and is_last and row < rows:     # not unrolled: it would be a large part of the program
             for r in range(uint32(min(uint32(n_rows), uint32(rows - row)))):
-                r = uint32(begin + row + uint32(r))
-                gate_at = uint32(uint32(r * stride) + head * uint32(2 * head_dim) + uint32(head_dim))
-                gate_at = uint32(gate_at + row_lane * uint32(DIMS))
+                r = uint32(row + own + uint32(r))
+                inside = r < rows           # not where only other lanes have a row left: all take part in turning
+                r = uint32(begin + uint32(min(r, uint32(rows - uint32(1)))))
                 at = uint32(uint32(uint32(r * heads) + head) * uint32(head_dim) + row_lane * uint32(DIMS))
-                for n in range(uint32(2)):
-                    x0, x1, x2, x3 = load_floats4(out, uint32(at + uint32(4) * n))
-                    g0, g1, g2, g3 = load_floats4(projected, uint32(gate_at + uint32(4) * n))
-                    store_floats4(out, uint32(at + uint32(4) * n), x0 * sigmoid(g0), x1 * sigmoid(g1),
-                                  x2 * sigmoid(g2), x3 * sigmoid(g3))
+                first, second = load_floats4(out, at), load_floats4(out, uint32(at + uint32(4)))
+                if expanded:
+                    both = turn_back(first + second, lane, row_lane)
+                    first, second = both[:4], both[4:]
+                if gated:
+                    gate_at = uint32(uint32(r * stride) + head * uint32(2 * head_dim) + uint32(head_dim))
+                    gate_at = uint32(gate_at + row_lane * uint32(DIMS))
+                    first = close(first, load_floats4(projected, gate_at))
+                    second = close(second, load_floats4(projected, uint32(gate_at + uint32(4))))
+                if inside:
+                    store_floats4(out, at, first[0], first[1], first[2], first[3])
+                    store_floats4(out, uint32(at + uint32(4)), second[0], second[1], second[2], second[3])
 
     return attend_tiles
 
@@ -468,19 +526,27 @@ def tiles_of(lengths, starts, group):
     return tiles[np.argsort(-keys, kind="stable")]
 
 
-def attend_prefill(card, out, q, qkv, pages, places, rows, *, tiles=None, stream=None):
+def attend_prefill(card, out, q, qkv, pages, places, rows, *, tiles=None, piece=None, sums=None, stream=None):
     """out float32 [rows, heads * head_dim] for rows whose keys and values are in the pages already. They are rows of
     one slot (places.slots[0]) at positions places.positions[0], places.positions[0] + 1, ...; or, where there are
     tiles, int32 [blocks, 3] of `tiles_of`, parts of texts. q float16 [rows, heads, head_dim] as `norm_rope_q` makes it;
-    of `qkv` the gates are read. Writes out only, never allocates."""
+    of `qkv` the gates are read.
+
+    For pages of few bits, which know no tiles: piece, a kernels/kv_expand.py Piece, and sums, any float32 array of at
+    least heads * 32 elements for each of the rows, rounded up to ROWS. Writes out, piece and sums, never allocates."""
     heads, products = qkv.heads, qkv.products
-    kernel = tiles_kernel(pages.format, heads.head_dim, heads.gated, tiles is not None)
+    expanded, max_pages = pages.format.expands, pages.block_table.shape[1]
+    kernel = tiles_kernel(expanded, heads.head_dim, heads.gated, tiles is not None)
     grid = (n_tiles(rows, heads.group) if tiles is None else tiles.shape[0], heads.n_kv_heads)
     tiles = places.slots if tiles is None else tiles.reshape(-1)    # an array that the kernel does not look at
-    card.launch(kernel, grid, (32, WARPS), out.reshape(-1), q.reshape(-1), products.values.reshape(-1),
-                pages.k.reshape(-1), pages.v.reshape(-1), pages.block_table.reshape(-1), places.slots, places.positions,
-                tiles, products.stride, pages.block_table.shape[1], rows, heads.n_heads, heads.n_kv_heads,
-                stream=stream)
+    halves, sums, n_pages = (piece, sums, piece.n_pages) if expanded else (pages, out, max_pages)
+    for first in range(0, max_pages, n_pages):      # in pieces behind the last key, all blocks end at once
+        if expanded:
+            expand_pages(card, piece, pages, places, rows, first, stream=stream)
+        card.launch(kernel, grid, (32, WARPS), out.reshape(-1), q.reshape(-1), products.values.reshape(-1),
+                    halves.k.reshape(-1), halves.v.reshape(-1), halves.block_table.reshape(-1), places.slots,
+                    places.positions, tiles, sums.reshape(-1), products.stride, halves.block_table.shape[1], rows,
+                    heads.n_heads, heads.n_kv_heads, first, n_pages, stream=stream)
 
 
 # ---- check -------------------------------------------------------------------------------------------------
@@ -514,25 +580,34 @@ def gates(projected, heads):
     return both[:, :, heads.head_dim:] if heads.gated else None
 
 
-def paged(format, sequences, seed=0):
-    """Float [tokens, n_kv, D] of each slot -> pages (every byte 255 where no token is: NaN in floats) and block table
-    (-1 where no page is)."""
+def paged(format, name, sequences, seed=0):
+    """Float [tokens, n_kv, D] of each slot -> pages of one of the format's arrays, "keys" or "values" (every byte 255
+    where no token is: NaN in floats), and block table (-1 where no page is)."""
     counts = [-(-len(x) // PAGE) for x in sequences]
     numbers = np.random.default_rng(seed).permutation(sum(counts) + 3)
     table = np.full((len(sequences), max(counts) + 1), -1, np.int32)
-    shape, dtype = format.arrays(len(numbers), *sequences[0].shape[1:])["keys"]
+    shape, dtype = format.arrays(len(numbers), *sequences[0].shape[1:])[name]
     pages = np.full(np.prod(shape) * np.dtype(dtype).itemsize, 255, np.uint8).view(dtype).reshape(shape)
     for slot, x in enumerate(sequences):
         table[slot, :counts[slot]], numbers = numbers[:counts[slot]], numbers[counts[slot]:]
-        for t, row in enumerate(format.encode(x)):
+        for t, row in enumerate(format.kinds[name].encode(x)):
             pages[table[slot, t // PAGE], :, t % PAGE] = row
     return pages, table
 
 
 def upload_pages(card, format, k, v):
     """Pages on a card with the keys and values of one sequence, slot 0."""
-    (k_pages, table), (v_pages, _) = paged(format, [k]), paged(format, [v])
+    (k_pages, table), (v_pages, _) = paged(format, "keys", [k]), paged(format, "values", [v])
     return Pages(format, *map(card.upload, (k_pages, v_pages, table)))
+
+
+def piece_of(card, format, heads, rows, n_pages=2):
+    """What `attend_prefill` takes for so many rows in this format, poisoned: its arguments `piece` and `sums`."""
+    piece = Piece.alloc(card, format, heads.n_kv_heads, heads.head_dim, n_pages)
+    sums = card.alloc((-(-rows // ROWS) * ROWS, heads.n_heads * 32), np.float32)
+    for array in (sums, piece.k, piece.v) if piece else ():
+        card.poison(array)
+    return {"piece": piece, "sums": sums}
 
 
 def upload_gates(card, projected, heads):
@@ -548,13 +623,13 @@ def head_error(got, want, n_heads):
     return error
 
 
-def launcher(card, format, heads, inputs, start, out):
-    """A function that queues one launch for rows at positions `start` and on."""
+def launcher(card, format, heads, inputs, start, out, n_pages=2):
+    """A function that queues one launch for rows at positions `start` and on; n_pages: of a piece."""
     q, projected, k, v = inputs
     rows, pages = len(q), upload_pages(card, format, k, v)
     places = Places(card.upload(np.zeros(rows, np.int32)), card.upload(np.arange(start, start + rows, dtype=np.int32)))
-    q, qkv = card.upload(q), upload_gates(card, projected, heads)
-    return lambda: attend_prefill(card, out, q, qkv, pages, places, rows)
+    q, qkv, piece = card.upload(q), upload_gates(card, projected, heads), piece_of(card, format, heads, rows, n_pages)
+    return lambda: attend_prefill(card, out, q, qkv, pages, places, rows, **piece)
 
 
 def check(card, format, case):
@@ -568,22 +643,23 @@ def check(card, format, case):
     launcher(card, format, heads, inputs, 0, out[:n])()
     got = card.download(out)
     q, projected, k, v = inputs
-    k, v = (format.decode(format.encode(x)) for x in (k, v))
-    want = attention_reference(q, k, v, gates(projected, heads), np.arange(n))
+    k, v = (turned_back(kind, kind.decode(kind.encode(x))) for kind, x in zip(format.kinds.values(), (k, v)))
+    want = attention_reference(turned_back(format, q), k, v, gates(projected, heads), np.arange(n))
     error = head_error(got[:n], want, n_heads)
     assert np.linalg.norm(got[:n] - want) <= TOLERANCE_ALL * np.linalg.norm(want)
     assert np.isnan(got[n]).all(), "wrote on"
     return error
 
 
-def check_packed(card, format, case):
+def check_packed(card, case):
     """Parts of several texts in one launch have the bits of a launch for each; the row behind them stays poisoned.
     Returns 0, the error."""
     (n_heads, n_kv), shape, parts = case
-    heads = heads_of(n_heads, n_kv, shape)
+    format, heads = KV_FORMATS["float16"], heads_of(n_heads, n_kv, shape)
     lengths, starts = [end - start for start, end in parts], [start for start, _ in parts]
     texts = [sample_inputs(heads, end, end - start, seed) for seed, (start, end) in enumerate(parts)]
-    (k_pages, table), (v_pages, _) = (paged(format, [text[i] for text in texts]) for i in (2, 3))
+    (k_pages, table), (v_pages, _) = (paged(format, name, [text[i] for text in texts])
+                                       for i, name in ((2, "keys"), (3, "values")))
     pages = Pages(format, *map(card.upload, (k_pages, v_pages, table)))
     slots = np.repeat(np.arange(len(parts), dtype=np.int32), lengths)
     positions = np.concatenate([np.arange(*part, dtype=np.int32) for part in parts])
@@ -606,11 +682,10 @@ def check_packed(card, format, case):
 
 def cases(card):
     """The checked cases, then the times of a chunk of 512 rows at the end of a context."""
+    for case in PACKED:
+        (n_heads, n_kv), shape, parts = case
+        yield Case(f"{n_heads}/{n_kv} heads {shape}, {len(parts)} parts", lambda case=case: check_packed(card, case))
     for format in KV_FORMATS.values():
-        for case in PACKED:
-            (n_heads, n_kv), shape, parts = case
-            yield Case(f"{n_heads}/{n_kv} heads {shape}, {len(parts)} parts, {format.name}",
-                       lambda format=format, case=case: check_packed(card, format, case))
         for case in CASES:
             (n_heads, n_kv, n), shape = case
             yield Case(f"{n_heads}/{n_kv} heads {shape}, {n}, {format.name}",
@@ -618,7 +693,7 @@ def cases(card):
         for n_heads, n_kv, rows, n in TIMED:
             heads = heads_of(n_heads, n_kv)
             out = card.alloc((rows, n_heads * heads.head_dim), np.float32)
-            launch = launcher(card, format, heads, sample_inputs(heads, n, rows), n - rows, out)
+            launch = launcher(card, format, heads, sample_inputs(heads, n, rows), n - rows, out, PIECE_PAGES)
             n_ops = 4 * heads.head_dim * n_heads * rows * (2 * n - rows + 1) // 2
             yield Case(f"{rows} rows of {n}, {n_heads}/{n_kv} heads, {format.name}", launch=launch, n_ops=n_ops,
                        pipe="half2")

@@ -2,7 +2,7 @@
 
 Per attention layer two arrays hold the pages; a table on the card says which pages make up the sequence of a slot:
 
-    keys, values  [n_pages, n_kv, 64, elements of a row]      the element and the row are the format's
+    keys, values  [n_pages, n_kv, 64, elements of a row]      the element and the rows are the format's
     block_table   int32 [n_slots, max_pages]                  page of tokens 64 j .. 64 j + 63 of a slot
 
     slot 3, position 130:  block_table[3, 130 // 64 = 2] = 17
@@ -14,25 +14,32 @@ So the 64 keys that a tile of attention reads are one contiguous run, of 32 KiB 
 wide: a cache of 256 K tokens with 4 heads holds 2^28 elements, and several slots soon hold more than 2^31.
 
 `store_kv` writes one row per token: the key normalised and rotated as kernels/rope.py describes (without attention's
-scale, which the query carries), the value as it is, both as the format (kernels/kv_formats.py) stores them.
+scale, which the query carries), the value as it is, both as the format (kernels/kv_formats.py) stores them. Where the
+key is not finite, the value becomes NaN.
 
-One warp per (row, head), lanes along the dims. Pipe: fp32, about 130 instructions per lane. Bytes per head and row:
-8 head_dim read, and in float16 4 head_dim written. In decode bound by its launch, in prefill by memory.
+One warp per (row, head), lanes along the dims. Pipe: fp32, about 130 instructions per lane in float16, 400 to 500 where
+keys and values are turned and quantised. Bytes per head and row: 8 head_dim read, and in float16 4 head_dim written. In
+decode bound by its launch, in prefill by memory.
 """
 
+import math
 from functools import cache
 from typing import NamedTuple
 
 import numpy as np
 from numba import cuda
-from numba.types import int32, uint32, uint64
+from numba.types import float32, int32, uint32, uint64
 
 from kernels.bench import Case, main
 from kernels.card import Array
-from kernels.kv_formats import KV_FORMATS, PAGE, KVFormat
+from kernels.hadamard import EVERY_LANE
+from kernels.kv_formats import KV_FORMATS, PAGE, KVFormat, turned
 from kernels.records import Places
 from kernels.rope import (QWEN3, QWEN35, TOLERANCE, angles_function, heads_of, load_function, norm_rope_reference,
                           norm_rotate_function, sample_positions, sample_qkv, upload_qkv)
+
+
+FIRST_INFINITE = 65520.0        # a float32 from which on a half is infinite
 
 
 class Pages(NamedTuple):
@@ -43,6 +50,12 @@ class Pages(NamedTuple):
     v: Array
     block_table: Array      # int32 [n_slots, max_pages]
 
+    @classmethod
+    def alloc(cls, card, format, sizes, block_table, name):
+        """Of a layer. sizes: pages, KV heads, and values of a head; name: of the layer, where memory is listed."""
+        arrays = format.arrays(*sizes).items()
+        return cls(format, *(card.alloc(*array, f"{name} {kind}") for kind, array in arrays), block_table)
+
     @property
     def nbytes(self):
         """Of keys and values."""
@@ -51,10 +64,11 @@ class Pages(NamedTuple):
 
 # ---- reference ---------------------------------------------------------------------------------------------
 
-def read_pages(format, pages, block_table, slot, n):
-    """The first n tokens of a slot as float16 [n, n_kv, head_dim], from one of a layer's arrays of pages in NumPy."""
+def read_pages(rows, pages, block_table, slot, n):
+    """The first n tokens of a slot as float16 [n, n_kv, head_dim], from one of a layer's arrays of pages in NumPy, with
+    these Rows; turned, if they are."""
     held = pages[np.asarray(block_table)[slot, :-(-n // PAGE)]]  # [pages of the slot, n_kv, 64, row]
-    return format.decode(np.moveaxis(held, 2, 1).reshape(-1, *held.shape[1:2], held.shape[3])[:n])
+    return rows.decode(np.moveaxis(held, 2, 1).reshape(-1, *held.shape[1:2], held.shape[3])[:n])
 
 
 def kv_reference(qkv):
@@ -68,25 +82,53 @@ def kv_reference(qkv):
 
 # ---- kernel ------------------------------------------------------------------------------------------------
 
+@cuda.jit(device=True, forceinline=True)
+def head_of_page(block_table, max_pages, slot, page, kv_head, n_kv):
+    """Number of a head's 64 rows in either array of pages: those of page number `page` (= position // 64) of a slot.
+    They begin at element number * 64 * elements of a row (uint64)."""
+    held = uint32(block_table[uint32(uint32(slot * max_pages) + page)])
+    return uint64(uint64(held) * uint64(n_kv) + uint64(kv_head))
+
+
+@cuda.jit(device=True, forceinline=True)
+def _is_half(x):
+    """Whether these four values are finite in half precision."""
+    return abs(x[0]) < FIRST_INFINITE and abs(x[1]) < FIRST_INFINITE and \
+        abs(x[2]) < FIRST_INFINITE and abs(x[3]) < FIRST_INFINITE
+
+
+@cuda.jit(device=True, forceinline=True)
+def _four_if(x, condition):
+    n = float32(math.nan)
+    return x[0] if condition else n, x[1] if condition else n, x[2] if condition else n, x[3] if condition else n
+
+
 @cache
-def page_offset_function(row):
-    """page_offset(block_table, max_pages, slot, page, kv_head, n_kv): element (uint64) where the 64 rows of a head
-    begin in page number `page` (= position // 64) of a slot; row: elements of a row."""
+def spoil_function(head_dim):
+    """spoil(v, k): the lane's values v of a head, or NaN if one of the head's keys is not finite in half precision. A
+    softmax may leave out a score that is no number, whereas a product with NaN is NaN: so who reads such a key notices,
+    in every format."""
 
     @cuda.jit(device=True, forceinline=True)
-    def page_offset(block_table, max_pages, slot, page, kv_head, n_kv):
-        held = uint32(block_table[uint32(uint32(slot * max_pages) + page)])
-        return uint64(uint64(held) * uint64(n_kv) + uint64(kv_head)) * uint64(PAGE * row)
+    def spoil_128(v, k):
+        return _four_if(v, cuda.all_sync(EVERY_LANE, _is_half(k)))
 
-    return page_offset
+    @cuda.jit(device=True, forceinline=True)
+    def spoil_256(v, k):
+        is_half = cuda.all_sync(EVERY_LANE, _is_half(k[:4]) and _is_half(k[4:]))
+        return _four_if(v[:4], is_half) + _four_if(v[4:], is_half)
+
+    return spoil_256 if head_dim == 256 else spoil_128
 
 
 @cache
 def store_kernel(format, head_dim, rotary):
     """The kernel for a KV format and heads of this shape."""
-    load, angles_of, store = load_function(head_dim), angles_function(rotary), format.store_function(head_dim)
-    norm_rotate, row_elements = norm_rotate_function(head_dim, rotary), format.row(head_dim)
-    page_offset = page_offset_function(row_elements)
+    load, angles_of = load_function(head_dim), angles_function(rotary)
+    norm_rotate, keys, values = norm_rotate_function(head_dim, rotary), *format.functions(head_dim)
+    spoil = spoil_function(head_dim)
+    pack_key, write_key, pack_value, write_value = keys.pack, keys.write, values.pack, values.write
+    k_row, v_row = format.keys.row(head_dim), format.values.row(head_dim)
 
     @cuda.jit
     def store_kv_rows(k_pages, v_pages, projected, w, rope_pos, inv_freq, block_table, row_slot, row_pos, stride,
@@ -96,14 +138,14 @@ def store_kernel(format, head_dim, rotary):
         if row_pos[row] < int32(0):
             return
         position = uint32(row_pos[row])
-        to = page_offset(block_table, max_pages, uint32(row_slot[row]), uint32(position // uint32(PAGE)), head,
-                         n_kv)
-        to = uint64(to + uint64(uint32(position % uint32(PAGE)) * uint32(row_elements)))
+        to = head_of_page(block_table, max_pages, uint32(row_slot[row]), uint32(position // uint32(PAGE)), head, n_kv)
+        to = uint64(to * uint64(PAGE) + uint64(uint32(position % uint32(PAGE))))
         at = uint32(uint32(row * stride) + head * uint32(head_dim))
         angles = angles_of(row, n_positions, lane, rope_pos, inv_freq, height_section, width_section)
         k, v = load(projected, uint32(at + k_column), lane), load(projected, uint32(at + v_column), lane)
-        store(k_pages, to, lane, norm_rotate(k, load(w, uint32(0), lane), angles, eps))
-        store(v_pages, to, lane, v)
+        k = norm_rotate(k, load(w, uint32(0), lane), angles, eps)
+        write_key(k_pages, uint64(to * uint64(k_row)), lane, pack_key(k, lane))
+        write_value(v_pages, uint64(to * uint64(v_row)), lane, pack_value(spoil(v, k), lane))
 
     return store_kv_rows
 
@@ -144,11 +186,11 @@ def check(card, format, case):
              Places(card.upload(slots), card.upload(positions)), rows)
     want, got = kv_reference(qkv), [card.download(array) for array in arrays]
     at = table[slots, positions // PAGE][counts], slice(None), positions[counts] % PAGE
-    k, v = (format.decode(array[at]).astype(np.float64) for array in got)
     want = [each[counts] for each in want]
-    error = np.max(np.abs(k - want[0])) / np.max(np.abs(want[0]))
-    assert error <= TOLERANCE - 2.0 ** -11 + format.tolerance, f"error {error}"
-    np.testing.assert_array_equal(v, format.decode(format.encode(want[1])))
+    k, wanted_k = format.keys.decode(got[0][at]).astype(np.float64), turned(format.keys, want[0])
+    error = np.max(np.abs(k - wanted_k)) / np.max(np.abs(wanted_k))
+    assert error <= TOLERANCE - 2.0 ** -11 + format.keys.tolerance, f"error {error}"
+    np.testing.assert_array_equal(got[1][at], format.values.encode(want[1]))
     for array, before in zip(got, poisoned):
         array[at] = before[at]
         np.testing.assert_array_equal(array.view(np.uint8), before.view(np.uint8), "wrote elsewhere")

@@ -49,6 +49,7 @@ from numba.types import float16, float32, int32, uint32
 
 from kernels.bench import Case, main
 from kernels.card import Array
+from kernels.hadamard import ROOT, turn, turn_reference
 from kernels.intrinsics import rsqrt, sincos, warp_sum
 from kernels.records import Projected
 
@@ -284,17 +285,24 @@ def norm_rotate_function(head_dim, rotary):
 
 
 @cache
-def store_query_function(head_dim, rotary):
-    """store_query(q, at, lane, x, w, angles, eps): the query made of values x and weights w, to element `at` of q."""
+def store_query_function(head_dim, rotary, turned=False):
+    """store_query(q, at, lane, x, w, angles, eps): the query made of values x and weights w, to element `at` of q.
+    turned: for keys that kernels/hadamard.py has turned."""
     norm_rotate, store, query_scale = norm_rotate_function(head_dim, rotary), store_function(head_dim), head_dim ** -0.5
+    query_scale *= ROOT if turned else 1
 
     @cuda.jit(device=True, forceinline=True)
     def store_128(q, at, lane, x, w, angles, eps):
-        store(q, at, lane, multiply_four(norm_rotate(x, w, angles, eps), float32(query_scale)))
+        x = norm_rotate(x, w, angles, eps)
+        if turned:
+            x = turn(x, lane)
+        store(q, at, lane, multiply_four(x, float32(query_scale)))
 
     @cuda.jit(device=True, forceinline=True)
     def store_256(q, at, lane, x, w, angles, eps):
         x, s = norm_rotate(x, w, angles, eps), float32(query_scale)
+        if turned:
+            x = turn(x[:4], lane) + turn(x[4:], lane)
         store(q, at, lane, multiply_four(x[:4], s) + multiply_four(x[4:], s))
 
     return store_256 if head_dim == 256 else store_128
@@ -303,10 +311,10 @@ def store_query_function(head_dim, rotary):
 # ---- kernel ------------------------------------------------------------------------------------------------
 
 @cache
-def query_kernel(head_dim, rotary, gated):
+def query_kernel(head_dim, rotary, gated, turned=False):
     """The kernel for heads of this shape."""
     load, angles_of = load_function(head_dim), angles_function(rotary)
-    store_query = store_query_function(head_dim, rotary)
+    store_query = store_query_function(head_dim, rotary, turned)
     query_width = 2 * head_dim if gated else head_dim
 
     @cuda.jit
@@ -322,14 +330,14 @@ def query_kernel(head_dim, rotary, gated):
     return norm_rope
 
 
-def norm_rope_q(card, q, qkv, rows, stream=None):
-    """q float16 [rows, heads, head_dim] <- the queries of the first `rows` rows of `qkv`. Writes q only, never
-    allocates."""
+def norm_rope_q(card, q, qkv, rows, *, turned=False, stream=None):
+    """q float16 [rows, heads, head_dim] <- the queries of the first `rows` rows of `qkv`; turned: for keys that
+    kernels/hadamard.py has turned. Writes q only, never allocates."""
     heads, rotary = qkv.heads, qkv.rotary
-    card.launch(query_kernel(heads.head_dim, heads.rotary, heads.gated), (rows, heads.n_heads), 32, q.reshape(-1),
-                qkv.products.values.reshape(-1), qkv.q_norm, rotary.positions.reshape(-1), rotary.frequencies,
-                qkv.products.stride, rotary.positions.shape[1], heads.n_heads, *rotary.sections[1:], float(heads.eps),
-                stream=stream)
+    kernel = query_kernel(heads.head_dim, heads.rotary, heads.gated, turned)
+    card.launch(kernel, (rows, heads.n_heads), 32, q.reshape(-1), qkv.products.values.reshape(-1), qkv.q_norm,
+                rotary.positions.reshape(-1), rotary.frequencies, qkv.products.stride, rotary.positions.shape[1],
+                heads.n_heads, *rotary.sections[1:], float(heads.eps), stream=stream)
 
 
 # ---- check -------------------------------------------------------------------------------------------------
@@ -386,7 +394,7 @@ def query_reference(qkv):
     return norm_rope_reference(queries_of(qkv), qkv.q_norm, *qkv.rotary, heads.eps, heads.head_dim ** -0.5)
 
 
-def check(card, case):
+def check(card, case, turned=False):
     """Compares with float64, one row too many must stay poisoned. Returns the largest error, of the largest
     |q|."""
     (rows, n_heads), shape = case
@@ -394,8 +402,10 @@ def check(card, case):
     qkv = sample_qkv(rng, heads, sample_positions(rng, rows))
     q = card.alloc((rows + 1, n_heads, heads.head_dim), np.float16)
     card.poison(q)
-    norm_rope_q(card, q[:rows], upload_qkv(card, qkv), rows)
+    norm_rope_q(card, q[:rows], upload_qkv(card, qkv), rows, turned=turned)
     got, want = card.download(q).astype(np.float64), query_reference(qkv)
+    if turned:
+        want = turn_reference(want) * ROOT
     error = np.max(np.abs(got[:rows] - want)) / np.max(np.abs(want))
     assert error <= TOLERANCE, f"error {error}"
     assert np.isnan(got[rows]).all(), "wrote on"
@@ -406,7 +416,9 @@ def cases(card):
     """The checked cases."""
     for case in CASES:
         (rows, n_heads), shape = case
-        yield Case(f"{rows} rows, {n_heads} heads {shape}", lambda case=case: check(card, case))
+        for turned in False, True:
+            yield Case(f"{rows} rows, {n_heads} heads {shape}{', turned' if turned else ''}",
+                       lambda case=case, turned=turned: check(card, case, turned))
 
 
 if __name__ == "__main__":

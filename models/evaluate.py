@@ -117,12 +117,13 @@ def note(name: str, started: float):
 
 
 def engine_scores(model: str | Path, n: int, names=None, card: str | None = None,
-                  mmproj: str | Path | None = None) -> dict:
-    """Sections that need a longer context than the model's, or eyes that it has not, are left out and named."""
+                  mmproj: str | Path | None = None, kv: str | None = None) -> dict:
+    """Sections that need a longer context than the model's, or eyes that it has not, are left out and named. kv: how
+    keys and values are kept, see kernels/kv_formats.py."""
     import qengine
 
     context = min(CONTEXT, qengine.GGUF(model).get("qwen35.context_length", int))
-    engine = qengine.load(model, card=card, ctx=context, slots=SLOTS, mmproj=mmproj)
+    engine = qengine.load(model, card=card, ctx=context, slots=SLOTS, mmproj=mmproj, kv=kv)
     scores = {}
     for name, (make, length) in sections(names).items():
         examples, started = held_out(name, make, length, n), time.monotonic()
@@ -292,6 +293,7 @@ def main():
     parser.add_argument("--mmproj", default=TOWER_FILE if TOWER_FILE.exists() else None,
                         help="the file of its tower; by default that of the shipped model, where it is there")
     parser.add_argument("--card", help="as for qengine.py")
+    parser.add_argument("--kv", metavar="FORMAT", help="as for qengine.py")
     parser.add_argument("--torch", metavar="CHECKPOINT", nargs="?", const="",
                         help="score in PyTorch instead: the model file, or this checkpoint")
     parser.add_argument("--json", metavar="FILE", help="write the scores there, with some wrong answers")
@@ -303,7 +305,8 @@ def main():
         network.to("cuda" if torch.cuda.is_available() else "cpu")
         scores = torch_scores(network, tokenizer, options.n, options.tasks)
     else:
-        scores = engine_scores(options.model, options.n, options.tasks, options.card, options.mmproj)
+        scores = engine_scores(options.model, options.n, options.tasks, options.card, options.mmproj,
+                               options.kv)
     print(show_scores(scores))
     if options.json:
         Path(options.json).write_text(json.dumps(scores, indent=1, ensure_ascii=False))

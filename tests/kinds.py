@@ -1,10 +1,13 @@
-"""Formats of weights by what products do differently for them. Tests that compile long run with a format of each kind,
-and with all formats if slow tests are asked for. Shorter tests cover all formats in every run."""
+"""Formats of weights, by what products do differently for them, and formats of keys and values. Tests that compile long
+run with a format of each kind, and with all formats if slow tests are asked for. Shorter tests cover all formats in
+every run."""
 
 import pytest
 
 from kernels.formats import FORMATS
+from kernels.kv_formats import KV_FORMATS
 from kernels.quant_gemv import PACKED
+from kernels.rope import SHAPES
 
 
 def kind(format):
@@ -22,3 +25,19 @@ def of_each_kind(others):
 
 BY_KIND = of_each_kind(pytest.mark.slow)
 BY_KIND_IF_EMULATED = of_each_kind(pytest.mark.slow_if_emulated)        # a real card has all of them in every run
+
+
+# KV formats in which every kind of rows of few bits occurs: those that whole engines are compiled for in every run.
+KV_KINDS = "q8+3", "q4"
+KV_BY_KIND = [name if name in KV_KINDS else pytest.param(name, marks=pytest.mark.slow)
+              for name, format in KV_FORMATS.items() if format.expands]
+
+
+def of_formats(cases, *more):
+    """(KV format, case, *more) for `parametrize`; a part of a case is the shape of the heads. float16 has every case.
+    Another format has the first one of each head width, which decides what the format does differently, and its others
+    are slow."""
+    first = {next(part for part in case if part in SHAPES)[0]: case for case in reversed(cases)}.values()
+    return [(format, case, *more) if format.name == "float16" or case in first
+            else pytest.param(format, case, *more, marks=pytest.mark.slow) for format in KV_FORMATS.values()
+            for case in cases]

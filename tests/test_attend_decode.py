@@ -7,34 +7,33 @@ from kernels.kv_formats import KV_FORMATS
 from kernels.open import open_cards
 from kernels.records import Places
 from kernels.rope import heads_of
+from tests.kinds import of_formats
 
 FLOAT16 = KV_FORMATS["float16"]
 SHAPES = [rope.QWEN35, rope.QWEN3]
 
 
-@pytest.mark.parametrize("case", attend_decode.CASES, ids=str)
-@pytest.mark.parametrize("format", KV_FORMATS.values(), ids=KV_FORMATS)
+@pytest.mark.parametrize("format, case", of_formats(attend_decode.CASES), ids=str)
 def test_decode_equals_the_reference(card, format, case):
     attend_decode.check(card, format, case)
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("format", KV_FORMATS.values(), ids=KV_FORMATS)
-def test_early_it_equals_the_reference(card, monkeypatch, format, shape):
+@pytest.mark.parametrize("format, case", of_formats([((4, 2, (0, 609, 63)), shape) for shape in SHAPES]), ids=str)
+def test_early_it_equals_the_reference(card, monkeypatch, format, case):
     """As on cards whose launches overlap; rows at the start, at the end and in the middle of a page."""
     monkeypatch.setattr(attend_decode, "launches_overlap", lambda cc: True)
-    attend_decode.check(card, format, ((4, 2, (0, 609, 63)), shape))
+    attend_decode.check(card, format, case)
 
 
 FIRST_OF_SHAPE = {case[1]: case for case in reversed(attend_decode.CHECKS)}.values()
 # An early kernel differs from the other in the order of its loads alone, and what it loads is decided by the shape of
 # the heads.
-EARLY = [(case, True) if case in FIRST_OF_SHAPE else pytest.param(case, True, marks=pytest.mark.slow)
-         for case in attend_decode.CHECKS]
+EARLY = [(FLOAT16, case, True) if case in FIRST_OF_SHAPE
+         else pytest.param(FLOAT16, case, True, marks=pytest.mark.slow) for case in attend_decode.CHECKS]
 
 
-@pytest.mark.parametrize("case, is_early", [*((case, False) for case in attend_decode.CHECKS), *EARLY], ids=str)
-@pytest.mark.parametrize("format", KV_FORMATS.values(), ids=KV_FORMATS)
+@pytest.mark.parametrize("format, case, is_early", [
+    *of_formats(attend_decode.CHECKS, False), *EARLY], ids=str)
 def test_a_check_equals_plain_steps(card, monkeypatch, format, case, is_early):
     """In the kernel for few answers, then in that for many, with blocks of one row and (few SMs) of several."""
     monkeypatch.setattr(attend_decode, "launches_overlap", lambda cc: is_early)

@@ -2,51 +2,63 @@ import numpy as np
 import pytest
 
 from kernels import attend_decode, attention, kv_cache, rope
-from kernels.attention import (attend_prefill, attention_reference, gates, head_error, sample_inputs, upload_gates,
-                               upload_pages)
+from kernels.attention import (attend_prefill, attention_reference, gates, head_error, piece_of, sample_inputs,
+                               upload_gates, upload_pages)
 from kernels.kv_cache import Pages
 from kernels.kv_formats import KV_FORMATS
 from kernels.records import Places, Projected
 from kernels.rope import QKV, Rotary, heads_of
+from tests.kinds import of_formats
 from tests.oracle import oracle_npz, oracle_path
 
 FLOAT16 = KV_FORMATS["float16"]
 
 
-@pytest.mark.parametrize("case", attention.CASES, ids=str)
-@pytest.mark.parametrize("format", KV_FORMATS.values(), ids=KV_FORMATS)
+@pytest.mark.parametrize("format, case", of_formats(attention.CASES), ids=str)
 def test_attention_equals_the_reference(card, format, case):
     attention.check(card, format, case)
 
 
 @pytest.mark.parametrize("case", attention.PACKED, ids=str)
-@pytest.mark.parametrize("format", KV_FORMATS.values(), ids=KV_FORMATS)
-def test_packed_parts_have_the_bits_of_parts_alone(card, format, case):
-    attention.check_packed(card, format, case)
+def test_packed_parts_have_the_bits_of_parts_alone(card, case):
+    attention.check_packed(card, case)
 
 
-def prefill_in_pieces(card, heads, inputs, cuts):
-    """Attention output [n, heads * head_dim] of one sequence, its rows launched in pieces that end at `cuts`."""
+def prefill_in_parts(card, heads, inputs, cuts, format=FLOAT16, n_pages=8):
+    """Attention output [n, heads * head_dim] of one sequence, its rows launched in parts that end at `cuts`.
+    n_pages: of what is expanded at once."""
     q, projected, k, v = inputs
-    n, pages = len(q), upload_pages(card, FLOAT16, k, v)
+    n, pages = len(q), upload_pages(card, format, k, v)
     out = card.alloc((n, heads.n_heads * heads.head_dim), np.float32)
     card.poison(out)
     places = Places(card.upload(np.zeros(n, np.int32)), card.upload(np.arange(n, dtype=np.int32)))
-    q, qkv = card.upload(q), upload_gates(card, projected, heads)
+    q, qkv, piece = card.upload(q), upload_gates(card, projected, heads), piece_of(card, format, heads, n, n_pages)
     for start, stop in zip([0, *cuts], [*cuts, n]):
         part = slice(start, stop)
         of_part = qkv._replace(products=qkv.products.rows_from(start))
-        attend_prefill(card, out[part], q[part], of_part, pages, places.rows_from(start), stop - start)
+        attend_prefill(card, out[part], q[part], of_part, pages, places.rows_from(start), stop - start, **piece)
     return card.download(out)
 
 
+@pytest.mark.parametrize("format", KV_FORMATS.values(), ids=KV_FORMATS)
 @pytest.mark.parametrize("shape", [rope.QWEN35, rope.QWEN3], ids=str)
-def test_prefill_does_not_depend_on_the_cuts(card, shape):
+def test_prefill_does_not_depend_on_the_cuts(card, shape, format):
     heads = heads_of(4, 2, shape)
     inputs = sample_inputs(heads, 200, 200)
-    whole = prefill_in_pieces(card, heads, inputs, [])
-    for cuts in ([64, 128], [1, 4, 35, 98, 161], [192]):
-        np.testing.assert_array_equal(prefill_in_pieces(card, heads, inputs, cuts), whole)
+    whole = prefill_in_parts(card, heads, inputs, [], format)
+    for cuts, n_pages in ([64, 128], 1), ([1, 4, 35, 98, 161], 3), ([192], 2):
+        np.testing.assert_array_equal(prefill_in_parts(card, heads, inputs, cuts, format, n_pages), whole)
+
+
+@pytest.mark.parametrize("format", KV_FORMATS.values(), ids=KV_FORMATS)
+def test_a_value_that_is_no_number_is_never_hidden(card, format):
+    """No row that sees it has a finite output, however small its probability, and the rows of its tile before it that
+    see it with probability 0 have none either: they are multiplied by it."""
+    heads = heads_of(4, 2)
+    q, projected, k, v = sample_inputs(heads, 200, 200)
+    v[130, 0] = np.nan
+    found = np.isfinite(prefill_in_parts(card, heads, (q, projected, k, v), [64, 128], format, 1)).reshape(200, 4, 256)
+    assert found[:128].all() and found[:, 2:].all() and not found[130:, :2].any()
 
 
 @pytest.mark.parametrize("shape", [rope.QWEN35, rope.QWEN3], ids=str)
@@ -58,7 +70,7 @@ def test_a_maximum_that_moves_late(card, shape):
         q[:] = np.abs(q)
         k = (np.abs(k) * np.linspace(0.02, 0.2, 200, dtype="f4")[::order, None, None]).astype(np.float16)
         v = v.astype(np.float16)
-        got = prefill_in_pieces(card, heads, (q, projected, k, v), [])
+        got = prefill_in_parts(card, heads, (q, projected, k, v), [])
         head_error(got, attention_reference(q, k, v, gates(projected, heads), np.arange(200)), 2)
 
 
@@ -110,8 +122,7 @@ def test_attention_block_of_the_reference_model(card, oracle_block):
     attend_prefill(card, out, q, qkv, pages, places, 80)
     of_last = qkv._replace(products=qkv.products.rows_from(79),
                            rotary=rotary._replace(positions=card.upload(np.full((3, 1), 79, np.int32))))
-    scratch = attend_decode.Scratch(card.alloc(attend_decode.partials_shape(1, 4, 256), np.float32),
-                                    card.zeros(2, np.uint32))
+    scratch = attend_decode.Scratch.alloc(card, 1, 4, 256)
     attend_decode.attend_decode(card, (last, None), of_last, pages, places.rows_from(79), scratch, 1)
     for got, expected in ((card.download(out), want), (card.download(last), want[79:])):
         assert np.linalg.norm(got - expected) <= 2e-3 * np.linalg.norm(expected)  # float16 q, k, v and p
@@ -122,12 +133,13 @@ def test_attention_block_of_the_reference_model(card, oracle_block):
 def test_products_run_on_packed_half(card, format, shape):
     """In the PTX of both families."""
     from kernels.compile import compile_kernel, target_cc
-    (head_dim, rotary, gated), page = shape, f"{np.dtype(format.dtype).name}[1]"
-    tiles = ("float32[1]", "float16[1]", "float32[1]", page, page, *["int32[1]"] * 4, *["uint32"] * 5)
+    (head_dim, rotary, gated), page = shape, f"{np.dtype(format.keys.dtype).name}[1]"
+    halves = ("float16[1]",) * 2
+    tiles = ("float32[1]", "float16[1]", "float32[1]", *halves, *["int32[1]"] * 4, "float32[1]", *["uint32"] * 7)
     decode = ("int8[1]", *["float32[1]"] * 2, "uint32[1]", *["float32[1]"] * 3, "int32[1]", "float32[1]", page, page,
               *["int32[1]"] * 3, *["uint32"] * 10, "float32")
     for kernel, signature in (
-            (attention.tiles_kernel(format, head_dim, gated, False), tiles),
+            (attention.tiles_kernel(format.expands, head_dim, gated, False), tiles),
             (attend_decode.attend_kernel(format, 2, head_dim, rotary, gated, True, False, 1), decode)):
         ptx = compile_kernel(kernel, signature, target_cc(card.cc), card.cache_dir).ptx
         assert ptx.count("fma.rn.f16x2") > 80 * head_dim // 256

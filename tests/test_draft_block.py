@@ -1,12 +1,11 @@
 """The draft block against the reference: hidden rows, logits, chains; and its passes against each other."""
 
-import contextlib
-
 import numpy as np
 import pytest
 
 import qengine
 from engine.draft_block import DraftBlock
+from engine.micro_batches import Alone
 from engine.plan import CacheSizes
 from kernels.advance import COUNT, END, N_ANSWER, N_OUTCOME, NEXT_DRAFTS, POSITION, SLOT, TOKENS
 from kernels.norm import rms_norm_reference
@@ -46,7 +45,7 @@ class Bench:
         """A pass over a part of a prompt."""
         n = len(ids)
         qengine.set_rows(self.inputs, ids, [slot] * n, range(start, start + n))
-        run = qengine.PromptPass(qengine.rows_of(self.inputs, n), (), (), False, contextlib.nullcontext)
+        run = qengine.PromptPass(qengine.rows_of(self.inputs, n), (), (), False, Alone)
         if start == 0:
             self.cache.reset(slot)
             self.block.forget(slot)

@@ -16,7 +16,7 @@ import qengine
 from cli.bench import Bench
 from engine.plan import LARGEST_CHUNK, MICRO_BATCHES, Grouped
 from engine.prefix import PAGE_TOKENS
-from kernels import q8_gemm
+from kernels import kv_expand, q8_gemm
 from kernels.card import Array
 from kernels.emulated import native
 from kernels.emulated.card import EmulatedCard
@@ -87,6 +87,25 @@ def test_a_later_part_waits_for_an_earlier_one(alone, late):
     stage.launch_prompt = launch_prompt
     with contextlib.closing(engine):
         assert_same(said(engine), alone)
+
+
+class RestsWhenExpanded(EmulatedCard):
+    """Rests when it has expanded a piece of the pages, before it reads that. Meanwhile other streams get on."""
+
+    def execute(self, launches):
+        for launch in native.in_order(launches):
+            super().execute([launch])
+            if launch.name.startswith("expand_kv"):
+                time.sleep(0.003)
+
+
+def test_micro_batches_take_turns_with_what_they_share(card, monkeypatch):
+    """All of them expand keys and values into the same memory, two pages at a time."""
+    with contextlib.closing(load(card, sizes=(N,), chunk=64, kv="q4")) as engine:
+        wanted = said(engine)
+    monkeypatch.setattr(kv_expand, "PIECE_PAGES", 2)
+    with contextlib.closing(load(RestsWhenExpanded(), sizes=(192, 192, 316), kv="q4")) as engine:
+        assert_same(said(engine), wanted)
 
 
 class SlowSteps(EmulatedCard):

@@ -13,6 +13,7 @@ import qengine
 from cli import bench as engine_bench
 from cli.bench import Bench
 from engine.details import parameters
+from engine.micro_batches import Alone
 from engine.plan import Demand, LayerCosts, StageCosts
 from kernels import q8_gemv
 from kernels.emulated.card import EmulatedCard
@@ -165,7 +166,7 @@ def layer_results(card, path, block, x):
     inputs, found = card.alloc(7 * 128, np.int32), {}
     qengine.set_rows(inputs, [0] * len(x), [0] * len(x), range(len(x)))
     rows = qengine.rows_of(inputs, len(x))
-    passes = {"prefill": qengine.PromptPass(rows, (), (), False, contextlib.nullcontext),
+    passes = {"prefill": qengine.PromptPass(rows, (), (), False, Alone),
               "decode": qengine.DecodePass(rows, len(x))}
     for family, run in passes.items():
         for array in model.scratch.arrays.values():

@@ -178,10 +178,18 @@ def test_the_table(capsys, engine, text):
 def test_the_table_of_two(capsys, text):
     code, out, _ = run(capsys, "-m", MODEL, "--perplexity", text, "--against", MODEL)
     assert code == 0
-    head, *lines, kl, middle, high, most, same = out.splitlines()
+    head, *lines, kl, middle, high, higher, most, same = out.splitlines()
     assert head.split() == ["tiny-Q8_0"] * 2 and lines[3].split()[1] == lines[3].split()[2]
-    assert {line.split()[-2] for line in (kl, middle, high, most)} == {"0.000000"}
+    assert {line.split()[-2] for line in (kl, middle, high, higher, most)} == {"0.000000"}
     assert same.endswith(" 100.00 %")
+
+
+def test_a_model_beside_itself_with_other_pages(capsys, text):
+    code, out, _ = run(capsys, "-m", MODEL, "--perplexity", text, "--kv", "q4", "--against-kv", "q8+3")
+    head, *_, kl, middle, high, higher, most, _ = out.splitlines()
+    assert code == 0 and head.split() == ["tiny-Q8_0", "(q4)", "tiny-Q8_0", "(q8+3)"]
+    found = [float(line.split()[-2]) for line in (middle, high, higher, most)]
+    assert 0 < found[0] and sorted(found) == found and found[0] < float(kl.split()[-2]) < found[-1]
 
 
 @pytest.mark.parametrize("content, words", [

@@ -16,8 +16,8 @@ import qengine
 from kernels import advance, assembler, attend_decode, attention, checkpoint
 from kernels import compile as compiler
 from kernels import (decode_tensor, decode_tile, draft_head, draft_input, draft_list, expert_gemm, expert_gemv,
-                     float_matmul, gdn_decode, half_gemm, host_requests, kv_cache, layer_norm, ngram, norm, patch_rope,
-                     patches, picture_attention, pool, q8_gemv, quantize, rope, route)
+                     float_matmul, gdn_decode, half_gemm, host_requests, kv_cache, kv_expand, layer_norm, ngram, norm,
+                     patch_rope, patches, picture_attention, pool, q8_gemv, quantize, rope, route)
 from kernels.card import MAX_THREADS, Array, most_threads
 from kernels.emulated.card import EmulatedCard
 from kernels.formats import FORMATS
@@ -97,17 +97,26 @@ def products_on_tensor_cores(format):
 def attention_of_other_heads(format):
     """The kernels of attention for heads that no model of these tests has, and for the most and the fewest heads that
     share a KV head."""
-    page, i = (f"{np.dtype(format.dtype).name}[1]",) * 2, ("int32[1]",) * 3
+    page, i = (f"{np.dtype(format.keys.dtype).name}[1]",) * 2, ("int32[1]",) * 3
     x, rotary = "float32[1]", ("int32[1]", "float32[1]")
     head_dim, n_rotary, gated = QWEN3
-    yield rope.query_kernel(*QWEN3), "float16[1]", x, x, *rotary, *["uint32"] * 5, "float32"
+    yield rope.query_kernel(*QWEN3, format.turned), "float16[1]", x, x, *rotary, *["uint32"] * 5, "float32"
     yield kv_cache.store_kernel(format, head_dim, n_rotary), *page, x, x, *rotary, *i, *["uint32"] * 8, "float32"
-    for packed in False, True:
-        kernel = attention.tiles_kernel(format, head_dim, gated, packed)
-        yield kernel, x, "float16[1]", x, *page, *i, "int32[1]", *["uint32"] * 5
+    halves = ("float16[1]",) * 2
+    for packed in (False,) if format.expands else (False, True):
+        kernel = attention.tiles_kernel(format.expands, head_dim, gated, packed)
+        yield kernel, x, "float16[1]", x, *halves, *i, "int32[1]", x, *["uint32"] * 7
+    if format.expands:
+        yield attention.tiles_kernel(True, QWEN35[0], True, False), x, "float16[1]", x, *halves, *i, "int32[1]", x, \
+            *["uint32"] * 7
+        for width in head_dim, QWEN35[0]:
+            yield kv_expand.expand_kernel(format, width), *halves, *page, *i, *["uint32"] * 4
+        yield kv_cache.store_kernel(format, *QWEN35[:2]), *page, x, x, *rotary, *i, *["uint32"] * 8, "float32"
     for group, shape, early, width, rows in (
             (1, QWEN3, False, 1, 1), (8, QWEN3, True, 1, 1), (8, QWEN35, False, 1, 1), (4, QWEN35, False, 8, 1),
             (8, QWEN35, False, 8, 1), (8, QWEN3, False, 8, 1), (4, QWEN35, False, 8, 2), (4, QWEN3, False, 8, 2)):
+        if rows > attend_decode.rows_of_block(format, group, attend_decode.MANY_ANSWERS, width):
+            continue
         kernel = attend_decode.attend_kernel(format, group, *shape, True, early, width, rows)
         yield (kernel, "int8[1]", x, x, "uint32[1]", x, x, x, *rotary, *page, *i, *["uint32"] * 10,
                "float32")

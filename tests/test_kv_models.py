@@ -1,0 +1,99 @@
+"""Whole models with keys and values in few bits: how far logits move, and that nothing else moves bits."""
+
+import numpy as np
+import pytest
+
+import qengine
+from cli.perplexity import measure_perplexity
+from engine.plan import Demand
+from engine.request import RequestError
+from kernels.card import PlannedCard
+from kernels.emulated.card import EmulatedCard
+from kernels.kv_formats import KV_FORMATS
+from kernels.open import open_cards
+from qengine import PlannedModel
+from tests.kinds import KV_BY_KIND
+from tests.models import TINY
+
+# KL divergence from float16 of the shipped model, mean over a text, in nats: (at least, at most). Products with 8-bit
+# activations alone make 0.002 of any change. Measured on the first 505 tokens of README.md: benchmarks/results.md.
+DIVERGENCE = {"q8": (0, 0.005), "q8+3": (0.005, 0.02), "q4": (0.005, 0.02), "q3": (0.01, 0.04)}
+TEXT = """The emulated card executes the same kernels as a real one. It counts what each pipe did, and it tells how long
+a kernel would take on a card that few people have. Attention reads every key once. Its scores are sums of products in
+half precision, and its statistics are kept in single precision, so that an answer does not depend on the length of the
+text before it. A page holds the keys and values of 64 tokens. """
+PROMPT = [5, 300, 77, 1024, 9, 2048, 31, 600, 12, 3000, 44] * 15
+
+
+@pytest.mark.parametrize("name", KV_BY_KIND)
+def test_logits_stay_near_those_of_float16(card, name):
+    exact, coarse = (qengine.load(card=card, ctx=512, draft="off", progress=False, kv=kv) for kv in ("float16", name))
+    found = measure_perplexity(coarse, coarse.tokenizer.encode(TEXT * 2), exact)
+    for engine in exact, coarse:
+        engine.close()
+    least, most = DIVERGENCE[name]
+    assert least <= np.mean(found.divergences) <= most
+
+
+def said(card, kv, times=1, **options):
+    """(logits of PROMPT, tokens after it, `times` times)."""
+    engine = qengine.load(TINY, card=card, progress=False, kv=kv, **{"ctx": 512, "chunk": 256} | options)
+    tokens = [[delta.token_id for delta in engine.submit(qengine.Request(PROMPT, max_tokens=12, ignore_eos=True))]
+              for _ in range(times)]
+    logits = engine.evaluate(PROMPT)
+    engine.close()
+    assert all(each == tokens[0] for each in tokens)
+    return np.asarray(logits).view(np.uint32), tokens[0]
+
+
+@pytest.mark.parametrize("name", KV_BY_KIND)
+def test_neither_chunks_nor_cached_prefixes_nor_drafts_nor_cards_change_bits(name):
+    one = lambda: open_cards("emulated")[0]
+    logits, tokens = said(one(), name)
+    for cards, times, options in ((one(), 2, {"chunk": 64}), (one(), 1, {"draft": 3, "slots": 2}),
+                                  ([EmulatedCard(0), EmulatedCard(1)], 1, {"split": (1, 2)})):
+        again = said(cards, name, times, **options)
+        np.testing.assert_array_equal(again[0], logits)
+        assert again[1] == tokens
+    assert (logits != said(one(), "float16")[0]).any()
+
+
+@pytest.mark.parametrize("model, kv, gigabytes", [("9b", "float16", 8.6), ("9b", "q8+3", 3.3), ("27b", "q8+3", 6.6),
+                                                  ("27b", "q3", 3.6)])
+def test_pages_of_262_144_tokens(model, kv, gigabytes):
+    """As a plan counts them."""
+    opened = qengine.open_model(f"synthetic:{model}").keeping(kv)
+    layers = range(opened.config.n_layers)
+    stage = PlannedModel(opened.config, opened.weights).stage(PlannedCard(EmulatedCard()), layers, Demand(262144), None)
+    assert 0.8 * gigabytes * 1e9 < 4096 * stage.page_bytes <= gigabytes * 1e9
+
+
+def test_a_plan_says_what_fits_in_each_format():
+    """On two cards, of which the second is the smaller. A context is longer where tokens take fewer bytes, as long as
+    the model was made for no longer one."""
+    cards = [EmulatedCard(0, memory_bytes=7 << 30), EmulatedCard(1, memory_bytes=6 << 30)]
+    opened, found = qengine.open_model("synthetic:9b"), {}
+    planner = qengine.make_planner(opened, cards, opened.demand(ctx=1024, checkpoint_memory=0))
+    lines = planner.report().splitlines()
+    begin = next(i for i, line in enumerate(lines) if line.startswith("--kv"))
+    for line in lines[begin + 1:begin + 1 + len(KV_FORMATS)]:
+        name, first, _, second, longest = line.replace(",", "").split()
+        assert int(first) + int(second) == KV_FORMATS[name].token_bytes(4, 256) * 8
+        found[name] = int(longest)
+    assert list(found) == list(KV_FORMATS)
+    assert sorted(found.values()) == list(found.values()) and found["float16"] < found["q8"] < found["q3"]
+    kept = opened.keeping("q8+3")
+    alone = qengine.make_planner(kept, cards, kept.demand(ctx=1024, checkpoint_memory=0))
+    assert alone.longest_context() == found["q8+3"]
+
+
+def test_an_unknown_format_is_refused():
+    with pytest.raises(RequestError, match="no KV format q5"):
+        qengine.load(TINY, kv="q5")
+
+
+def test_a_model_that_packs_texts_keeps_halves():
+    opened = qengine.open_model("synthetic:qwen3-tiny-embedding")
+    assert opened.keeping("float16").config == opened.config
+    with pytest.raises(RequestError, match="embeddings"):
+        opened.keeping("q8")
