@@ -14,7 +14,8 @@ import pytest
 import qengine
 from api.service import create_app
 from cli.main import main
-from cli.models import Deck, ModelArgument, load_models, model_argument, open_models
+from cli.models import Deck, load_models, open_models
+from cli.named import ModelArgument, model_argument
 from cli.options import build_parser, check_options
 from cli.serve import free, slots_of
 from kernels.emulated.card import EmulatedCard
