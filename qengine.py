@@ -2269,8 +2269,8 @@ def load(model: str | Path | OpenModel = DEFAULT_MODEL, card: str | Card | list[
          kv_tokens: int | None = None, checkpoint_memory: int | None = None, *,
          checkpoint_host_memory: int | None = None, split: tuple[int, ...] | None = None,
          draft: int | str = "auto", expert_memory: int | None = None, products: str = "auto", memory: int | None = None,
-         kv: str | None = None,
-         mmproj: str | Path | None = None, image_tokens: tuple[int, int] | None = None) -> Engine | Pooling:
+         kv: str | None = None, mmproj: str | Path | None = None,
+         image_tokens: tuple[int, int] | None = None) -> Engine | Pooling:
     """Load a GGUF file, one of the Hub by the name "hf:OWNER/NAME:Q4_K_M", or random weights by the name
     "synthetic:0.8b", "synthetic:9b:q4_k", ..., ready to generate. An embedding or a reranking model becomes a Pooling
     engine (engine/packing.py), which has `embed` or `rerank`.
@@ -2279,18 +2279,16 @@ def load(model: str | Path | OpenModel = DEFAULT_MODEL, card: str | Card | list[
     card: a Card, a list of Cards that share the layers, or a name for `kernels.open.open_cards`. By default the first
     NVIDIA card if the model fits on it, else all NVIDIA cards; an emulated card if there is none. split: layers on each
     card, (22, 21, 21); by default what `place_layers` finds.
-    ctx: tokens of a slot, prompt and answer together, or of a text. slots: answers that are generated at the same time;
-    pooling models pack as many texts into a pass as engine/packing.py says.
+    ctx: tokens of a slot, prompt and answer together, or of a text. slots: answers that are generated at the same time.
     chunk: tokens of a prompt per pass at most, a multiple of 64 to 8,192; by default what suits card and model.
     progress: print the cards and a progress bar on stderr. memory: bytes of each card for engines (`Card.limit`).
     kv_tokens: room for keys and values, in tokens, of all slots and of what is kept for later prompts; at least ctx.
-    checkpoint_memory, checkpoint_host_memory: bytes for the states from which later prompts go on, on the card and in
-    the host's memory. `engine.plan.choose_sizes` has the defaults of these three.
+    checkpoint_memory, checkpoint_host_memory: bytes for the states from which later prompts go on, on card and host.
+    `engine.plan.choose_sizes` has the defaults of these three.
     draft: most drafts of an answer in a decode step, 0 to 7; "off" is 0, "auto" is as many as pay. expert_memory: bytes
     of each card for experts (engine/expert_store.py); by default for all. products: what multiplies the rows of
-    prompts, "dp4a", "tensor" or the faster (kernels/products.py). kv: the format of keys and values, of
-    kernels/kv_formats.py. mmproj: the file of a model's eyes, "synthetic" or "none"; by default that beside a model of
-    the Hub. image_tokens: fewest and most of a picture.
+    prompts, "dp4a", "tensor" or the faster (kernels/products.py). kv: a format of kernels/kv_formats.py. mmproj: the
+    file of a model's eyes, "synthetic", "none"; by default of the Hub. image_tokens: fewest and most of a picture.
     Raises ModelError, RequestError, CompileError, CardError (OutOfMemory shows what did not fit, and what would).
     """
     opened = (model if isinstance(model, OpenModel) else open_model(model)).keeping(kv)
