@@ -6,6 +6,7 @@ import pytest
 
 from kernels.formats import FORMATS
 from kernels.kv_formats import KV_FORMATS
+from kernels.limits import FLOAT16
 from kernels.quant_gemv import PACKED
 from kernels.rope import SHAPES
 
@@ -33,11 +34,15 @@ KV_BY_KIND = [name if name in KV_KINDS else pytest.param(name, marks=pytest.mark
               for name, format in KV_FORMATS.items() if format.expands]
 
 
-def of_formats(cases, *more):
+def of_formats(cases, *more, every=False):
     """(KV format, case, *more) for `parametrize`; a part of a case is the shape of the heads. float16 has every case.
-    Another format has the first one of each head width, which decides what the format does differently, and its others
-    are slow."""
-    first = {next(part for part in case if part in SHAPES)[0]: case for case in reversed(cases)}.values()
-    return [(format, case, *more) if format.name == "float16" or case in first
-            else pytest.param(format, case, *more, marks=pytest.mark.slow) for format in KV_FORMATS.values()
-            for case in cases]
+    Formats of few bits have the first one of each head width, which decides what they do differently: those of
+    KV_KINDS, and the others if slow tests are asked for. every: of those others, the first case of all in every run."""
+    first = list({next(part for part in case if part in SHAPES)[0]: case for case in reversed(cases)}.values())
+
+    def is_run(format, case):
+        if format.name in KV_KINDS:
+            return case in first
+        return format.name == FLOAT16 or every and case == cases[0]
+    return [(format, case, *more) if is_run(format, case) else pytest.param(format, case, *more, marks=pytest.mark.slow)
+            for format in KV_FORMATS.values() for case in cases]

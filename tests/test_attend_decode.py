@@ -13,7 +13,7 @@ FLOAT16 = KV_FORMATS["float16"]
 SHAPES = [rope.QWEN35, rope.QWEN3]
 
 
-@pytest.mark.parametrize("format, case", of_formats(attend_decode.CASES), ids=str)
+@pytest.mark.parametrize("format, case", of_formats(attend_decode.CASES, every=True), ids=str)
 def test_decode_equals_the_reference(card, format, case):
     attend_decode.check(card, format, case)
 

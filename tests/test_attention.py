@@ -14,7 +14,7 @@ from tests.oracle import oracle_npz, oracle_path
 FLOAT16 = KV_FORMATS["float16"]
 
 
-@pytest.mark.parametrize("format, case", of_formats(attention.CASES), ids=str)
+@pytest.mark.parametrize("format, case", of_formats(attention.CASES, every=True), ids=str)
 def test_attention_equals_the_reference(card, format, case):
     attention.check(card, format, case)
 

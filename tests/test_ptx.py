@@ -22,10 +22,11 @@ from kernels.card import MAX_THREADS, Array, most_threads
 from kernels.emulated.card import EmulatedCard
 from kernels.formats import FORMATS
 from kernels.kv_formats import KV_FORMATS
+from kernels.limits import FLOAT16
 from kernels.quant_gemv import PACKED, decoder
 from kernels.records import CHECK_ROWS
 from kernels.rope import QWEN3, QWEN35
-from tests.kinds import FIRST
+from tests.kinds import FIRST, KV_KINDS
 from tests.models import write_as_float32
 from tests.oracle import DATA
 from tests.tiny import tiny_engine
@@ -97,29 +98,46 @@ def products_on_tensor_cores(format):
 def attention_of_other_heads(format):
     """The kernels of attention for heads that no model of these tests has, and for the most and the fewest heads that
     share a KV head."""
-    page, i = (f"{np.dtype(format.keys.dtype).name}[1]",) * 2, ("int32[1]",) * 3
     x, rotary = "float32[1]", ("int32[1]", "float32[1]")
-    head_dim, n_rotary, gated = QWEN3
     yield rope.query_kernel(*QWEN3, format.turned), "float16[1]", x, x, *rotary, *["uint32"] * 5, "float32"
-    yield kv_cache.store_kernel(format, head_dim, n_rotary), *page, x, x, *rotary, *i, *["uint32"] * 8, "float32"
-    halves = ("float16[1]",) * 2
-    for packed in (False,) if format.expands else (False, True):
-        kernel = attention.tiles_kernel(format.expands, head_dim, gated, packed)
-        yield kernel, x, "float16[1]", x, *halves, *i, "int32[1]", x, *["uint32"] * 7
-    if format.expands:
-        yield attention.tiles_kernel(True, QWEN35[0], True, False), x, "float16[1]", x, *halves, *i, "int32[1]", x, \
-            *["uint32"] * 7
-        for width in head_dim, QWEN35[0]:
-            yield kv_expand.expand_kernel(format, width), *halves, *page, *i, *["uint32"] * 4
-        yield kv_cache.store_kernel(format, *QWEN35[:2]), *page, x, x, *rotary, *i, *["uint32"] * 8, "float32"
+    yield from pages_of(format, QWEN3)
+    if not format.expands:
+        yield tiles_of(format, QWEN3, True)
     for group, shape, early, width, rows in (
             (1, QWEN3, False, 1, 1), (8, QWEN3, True, 1, 1), (8, QWEN35, False, 1, 1), (4, QWEN35, False, 8, 1),
             (8, QWEN35, False, 8, 1), (8, QWEN3, False, 8, 1), (4, QWEN35, False, 8, 2), (4, QWEN3, False, 8, 2)):
-        if rows > attend_decode.rows_of_block(format, group, attend_decode.MANY_ANSWERS, width):
-            continue
-        kernel = attend_decode.attend_kernel(format, group, *shape, True, early, width, rows)
-        yield (kernel, "int8[1]", x, x, "uint32[1]", x, x, x, *rotary, *page, *i, *["uint32"] * 10,
-               "float32")
+        if rows <= attend_decode.rows_of_block(format, group, attend_decode.MANY_ANSWERS, width):
+            yield attend_of(format, group, shape, early, width, rows)
+
+
+def attention_in_few_bits(format):
+    """What most engines launch for pages of few bits."""
+    yield from pages_of(format, QWEN35)
+    for width in 1, CHECK_ROWS:
+        yield attend_of(format, 4, QWEN35, False, width, 1)
+
+
+def pages_of(format, shape):
+    """What writes pages, and what reads them for prompts."""
+    x, i = "float32[1]", ("int32[1]",) * 3
+    page = (f"{np.dtype(format.keys.dtype).name}[1]",) * 2
+    yield (kv_cache.store_kernel(format, *shape[:2]), *page, x, x, "int32[1]", x, *i, *["uint32"] * 8, "float32")
+    yield tiles_of(format, shape, False)
+    if format.expands:
+        yield kv_expand.expand_kernel(format, shape[0]), *["float16[1]"] * 2, *page, *i, *["uint32"] * 4
+
+
+def tiles_of(format, shape, packed):
+    x, half = "float32[1]", "float16[1]"
+    kernel = attention.tiles_kernel(format.expands, shape[0], shape[2], packed)
+    return kernel, x, half, x, half, half, *["int32[1]"] * 4, x, *["uint32"] * 7
+
+
+def attend_of(format, group, shape, early, width, rows):
+    x, i = "float32[1]", ("int32[1]",) * 3
+    page = (f"{np.dtype(format.keys.dtype).name}[1]",) * 2
+    kernel = attend_decode.attend_kernel(format, group, *shape, True, early, width, rows)
+    return (kernel, "int8[1]", x, x, "uint32[1]", x, x, x, "int32[1]", x, *page, *i, *["uint32"] * 10, "float32")
 
 
 def kernels_of_pooling():
@@ -253,7 +271,8 @@ def kernels(tmp_path_factory):
     packed = [kernel for name in FIRST.values()
               for kernel in products_of_real_cards(FORMATS[name], [1, 2], [4096, 5120])]
     products = [*products_of_real_cards(Q8_0, [1, 2, 4, 8], [4096, 5120], True), *packed]  # columns between need less
-    attentions = [kernel for format in KV_FORMATS.values() for kernel in attention_of_other_heads(format)]
+    attentions = [*attention_of_other_heads(KV_FORMATS[FLOAT16]),
+                  *(kernel for name in KV_KINDS for kernel in attention_in_few_bits(KV_FORMATS[name]))]
     keeping = checkpoint.keep_states_kernel, *["float32[1]"] * 2, "int32[1]", *["float32[1]"] * 2, *["int32[1]"] * 3, \
         *["uint32"] * 6
     experts = [kernel for format in EXPERTS for kernel in decode_products_of_experts(format, Q8_0)]
@@ -307,6 +326,15 @@ def test_no_other_format_spills(format):
         check_spills(kernels_of_lists(format.name))
     if format not in EXPERTS:
         check_spills(decode_products_of_experts(format, Q8_0))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("format", KV_FORMATS.values(), ids=KV_FORMATS)
+def test_no_kv_format_spills(format):
+    """What `kernels` leaves out of a format of few bits."""
+    if TARGET not in compiler.supported_ccs():
+        pytest.skip("the installed CUDA toolkit cannot compile for sm_70")
+    check_spills([*attention_of_other_heads(format), *attention_in_few_bits(format)])
 
 
 def check_spills(kernels):
