@@ -2226,7 +2226,7 @@ class OpenModel:
 
     def keeping(self, kv: str | None) -> "OpenModel":
         """The same, with keys and values in this format, if any (kernels/kv_formats.py). Raises RequestError."""
-        return dataclasses.replace(self, config=keeping(self.config, kv or self.config.kv))
+        return self if kv is None else dataclasses.replace(self, config=keeping(self.config, kv))
 
     def demand(self, ctx: int | None = None, draft: int | str = "auto", mmproj: str | Path | None = None,
                image_tokens: tuple[int, int] | None = None, **wishes) -> Demand:
