@@ -13,14 +13,15 @@ What can be looked at, by name; n tokens, or those of `rows`:
     embedding       float32 [n, hidden]             what enters the first layer
     layer 3         float32 [n, hidden]             the residual stream behind a layer
     queries 3       float32 [n, heads, head_dim]    of an attention layer: normed, rotated, with the scale head_dim^-1/2
-    keys 3          float32 [tokens, kv heads, head_dim]    of all tokens: normed, rotated, as they lie in the KV cache
-    values 3        float32 [tokens, kv heads, head_dim]
+    keys 3          float32 [tokens, kv heads, head_dim]    of all tokens: normed, rotated, as the KV cache rounds them
+    values 3        float32 [tokens, kv heads, head_dim]    as the KV cache rounds them
     attention 3     float32 [heads, n, tokens]      the weights of a softmax: each row adds up to 1
     logits          float32 [n, vocabulary]
 
 Attention's kernel keeps no weights, so NumPy computes them in float32 from the layer's own queries and keys, which are
-halves. The kernel adds its scores in half precision in part; so its weights are those here to within about a
-thousandth.
+halves or of few bits. The kernel adds its scores in half precision in part; so its weights are those here to within
+about a thousandth. In KV formats of few bits, queries, keys and values are turned (kernels/hadamard.py); they are shown
+as they were before, with the rounding errors that they have since.
 """
 
 import functools
@@ -32,7 +33,7 @@ from engine import talk
 from engine.request import Request, RequestError
 from engine.sight import PromptPictures, pictures_of
 from kernels.kv_cache import Pages, read_pages
-from kernels.kv_formats import PAGE
+from kernels.kv_formats import PAGE, turned_back
 
 HEAD_ROWS = 8               # most rows of logits computed at once when a whole text is evaluated (`logit_rows`)
 HEADS = "queries", "keys", "values", "attention"            # what attention layers have, by name
@@ -208,15 +209,16 @@ class Observer:
             return
         stage, (to, rows) = self.stages[index], self.rows_in(positions)
         pages, end = stage.cache.pages[index], positions.stop
-        q = stage.card.download(stage.model.scratch.q[:len(positions)])[rows].astype(np.float32)
+        q = stage.card.download(stage.model.scratch.q[:len(positions)])[rows]
+        q = turned_back(pages.format, q).astype(np.float32)
         if queries in wanted:
             self.look[queries][to] = q
         if attention in wanted:
-            self.look[attention][:, to, :end] = softmax_weights(q, tokens_of(pages, pages.k, slot, end),
+            self.look[attention][:, to, :end] = softmax_weights(q, tokens_of(pages, "keys", slot, end),
                                                                 rows + positions.start)
-        for name, array in (keys, pages.k), (values, pages.v):
+        for name, kind in (keys, "keys"), (values, "values"):
             if name in wanted:
-                self.look[name][:end] = tokens_of(pages, array, slot, end)
+                self.look[name][:end] = tokens_of(pages, kind, slot, end)
 
     def take_logits(self, positions: range):
         """The logits of a pass, which was queued last."""
@@ -236,11 +238,12 @@ def shape_of(name: str, config, n: int, n_tokens: int) -> tuple[int, ...]:
     return shapes.get(name.split()[0], (n, config.hidden_dim))
 
 
-def tokens_of(pages: Pages, array, slot: int, n: int) -> np.ndarray:
-    """The first n tokens of a slot, float32 [n, kv heads, head_dim]. array: the keys or the values of the pages."""
+def tokens_of(pages: Pages, name: str, slot: int, n: int) -> np.ndarray:
+    """The "keys" or the "values" of the first n tokens of a slot, float32 [n, kv heads, head_dim]."""
+    rows, array = pages.format.kinds[name], {"keys": pages.k, "values": pages.v}[name]
     table = array.card.download(pages.block_table[slot])[:-(-n // PAGE)]
     held = np.stack([array.card.download(array[int(page)]) for page in table])      # the slot's pages alone
-    return read_pages(pages.format, held, np.arange(len(held))[None], 0, n).astype(np.float32)
+    return turned_back(rows, read_pages(rows, held, np.arange(len(held))[None], 0, n)).astype(np.float32)
 
 
 def softmax_weights(q: np.ndarray, k: np.ndarray, positions: np.ndarray) -> np.ndarray:

@@ -9,10 +9,13 @@ import qengine
 from engine import look as looking
 from engine.request import RequestError
 from kernels.emulated.card import EmulatedCard
+from kernels.kv_formats import KV_FORMATS
+from tests.kinds import KV_KINDS
 from tests.pictures import made_up_eyes, scene
 
 IDS = [(31 * i * i + 7 * i) % 1000 for i in range(150)]         # three passes of 64
 MODELS = "synthetic:tiny", "synthetic:qwen3-tiny", "synthetic:tiny-moe"
+ENGINES = [(model, "float16") for model in MODELS] + [(MODELS[0], kv) for kv in KV_KINDS]
 
 
 def load(model="synthetic:tiny", cards=1, **options):
@@ -20,9 +23,10 @@ def load(model="synthetic:tiny", cards=1, **options):
     return qengine.load(model, card=cards, ctx=256, chunk=64, progress=False, draft="off", **options)
 
 
-@pytest.fixture(scope="module", params=MODELS)
+@pytest.fixture(scope="module", params=ENGINES, ids=lambda param: " ".join(param))
 def engine(request):
-    engine = load(request.param)
+    model, kv = request.param
+    engine = load(model, kv=kv)
     yield engine
     engine.close()
 
@@ -86,6 +90,16 @@ def test_weights_are_those_of_the_queries_and_keys(tiny):
     want = np.exp(scores) / np.exp(scores).sum(axis=1, keepdims=True)
     np.testing.assert_allclose(seen["attention 3"][:, 0, :71], want, rtol=1e-4, atol=1e-7)
     assert not seen["attention 3"][:, 0, 71:].any()
+
+
+@pytest.mark.parametrize("kv", KV_KINDS)
+def test_few_bits_show_what_float16_shows_to_within_their_errors(tiny, kv):
+    """Layer 3 is the first with attention, so what enters it has the same bits."""
+    names, coarse = ["queries 3", "keys 3", "values 3"], load(kv=kv)
+    want, got = tiny.look(IDS, names), coarse.look(IDS, names)
+    coarse.close()
+    for name, most in zip(names, (1e-3, KV_FORMATS[kv].keys.error, KV_FORMATS[kv].values.error)):
+        assert 0 < np.linalg.norm(got[name] - want[name]) < 1.1 * most * np.linalg.norm(want[name])
 
 
 def test_states_and_logits_are_those_of_evaluate(engine):
