@@ -13,7 +13,7 @@ from engine.request import ModelError, RequestError
 from kernels.card import CardError
 from kernels.limits import FLOAT16
 
-from .engines import load_engine, traced
+from .engines import load_engine, memories, traced
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,8 @@ def run_perplexity(model: qengine.OpenModel, options) -> int:
         stack.enter_context(traced(engine, options))
         against = None
         if other:
-            against = qengine.load(other, card=engine.cards[0], ctx=engine.n_ctx, draft="off")
+            against = qengine.load(other, card=engine.cards[0], ctx=engine.n_ctx, draft="off",
+                                   memory=memories(options)["memory"])      # both take of it
             stack.callback(against.close)
         measured = measure_perplexity(engine, ids, against, progress=True)
     print(measured.table(names))

@@ -192,6 +192,14 @@ def test_a_model_beside_itself_with_other_pages(capsys, text):
     assert 0 < found[0] and sorted(found) == found and found[0] < float(kl.split()[-2]) < found[-1]
 
 
+def test_both_models_take_of_the_same_memory(capsys, monkeypatch, text):
+    bounds, load = [], qengine.load
+    monkeypatch.setattr(qengine, "load", lambda *a, memory, **more: bounds.append(memory) or load(
+        *a, memory=memory, **more))
+    assert run(capsys, "-m", MODEL, "--perplexity", text, "--against", MODEL, "--memory", "1")[0] == 0
+    assert bounds == [2**30, 2**30]
+
+
 @pytest.mark.parametrize("content, words", [
     (None, "No such file"), (b"", "fewer than 2 tokens"), (b"a", "fewer than 2 tokens"),
     (b"abc\xff", "byte 3"),
