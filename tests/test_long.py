@@ -8,17 +8,29 @@ from numba.types import uint32
 from engine import prefix
 from engine.prefix import PAGE_TOKENS, PrefixCache, checkpoint_positions
 from kernels import attend_decode, attention, gdn, kv_cache
-from kernels.kv_formats import KV_FORMATS, PAGE
+from kernels.kv_expand import PIECE_PAGES
+from kernels.kv_formats import KV_FORMATS, PAGE, turned_back
+from kernels.limits import FLOAT16
 from kernels.records import Places
 from kernels.rope import QWEN3, QWEN35, TOLERANCE, heads_of, sample_qkv, upload_qkv
+from tests.kinds import KV_BY_KIND
 
 LONG = 262144
 
 
-@pytest.mark.parametrize("format", KV_FORMATS.values(), ids=lambda format: format.name)
-def test_a_decoded_token_sees_4096_pages(card, format):
-    """In 64 units of 64 pages, which lie in random order."""
-    case = attend_decode.sample_case(format, heads_of(2, 1, QWEN3), (LONG - 1,))
+OTHERS = 61     # pages that come again and again: of no length that units of pages, or pieces of them, have
+
+
+@pytest.mark.parametrize("name", [FLOAT16, *KV_BY_KIND])
+def test_a_decoded_token_sees_4096_pages(card, name):
+    """In 64 units of 64 pages. The last page is its own."""
+    case = attend_decode.sample_case(KV_FORMATS[name], heads_of(2, 1, QWEN3), ((OTHERS + 1) * PAGE - 1,))
+    pages = case.pages.block_table[:, :OTHERS + 1]
+    table, positions = np.resize(pages[:, :OTHERS], (1, LONG // PAGE)), np.full((3, 1), LONG - 1, np.int32)
+    table[0, -1] = pages[0, -1]
+    case = case._replace(qkv=case.qkv._replace(rotary=case.qkv.rotary._replace(positions=positions)),
+                         pages=case.pages._replace(block_table=table),
+                         places=case.places._replace(positions=positions[0]))
     launch, there, _ = attend_decode.launcher(card, case)
     out = card.alloc((1, 2 * 128), np.float32)
     card.poison(out)
@@ -27,32 +39,37 @@ def test_a_decoded_token_sees_4096_pages(card, format):
     attention.head_error(card.download(out), want, 2)
 
 
-@pytest.mark.parametrize("format", KV_FORMATS.values(), ids=lambda format: format.name)
+@pytest.mark.parametrize("format", KV_FORMATS.values(), ids=KV_FORMATS)
 def test_the_end_of_a_long_prompt_sees_4096_pages(card, format):
+    """In 16 pieces, if the format has pieces."""
     heads, rows = heads_of(2, 1, QWEN3), 9
-    inputs = q, projected, k, v = attention.sample_inputs(heads, LONG, rows)
+    q, projected, k, v = attention.sample_inputs(heads, OTHERS * PAGE, rows)
+    pages, positions = attention.upload_pages(card, format, k, v), np.arange(LONG - rows, LONG, dtype=np.int32)
+    table = np.resize(card.download(pages.block_table)[:, :OTHERS], (1, LONG // PAGE))
     out = card.alloc((rows, heads.n_heads * heads.head_dim), np.float32)
     card.poison(out)
-    attention.launcher(card, format, heads, inputs, LONG - rows, out)()
-    k, v = (format.decode(format.encode(x)) for x in (k, v))
-    want = attention.attention_reference(q, k, v, None, np.arange(LONG - rows, LONG))
+    attention.attend_prefill(card, out, card.upload(q), attention.upload_gates(card, projected, heads),
+                             pages._replace(block_table=card.upload(table)),
+                             Places(card.zeros(rows, np.int32), card.upload(positions)), rows,
+                             **attention.piece_of(card, format, heads, rows, PIECE_PAGES))
+    k, v = (np.resize(turned_back(kind, kind.decode(kind.encode(x))), (LONG, *x.shape[1:]))
+            for kind, x in zip(format.kinds.values(), (k, v)))
+    want = attention.attention_reference(turned_back(format, q), k, v, None, positions)
     attention.head_error(card.download(out), want, heads.n_heads)
 
 
-@pytest.mark.parametrize("row", sorted({format.row(256) for format in KV_FORMATS.values()}))
-def test_elements_of_pages_beyond_32_bits(card, row):
-    """A cache of several long contexts has more elements than 32 bits count."""
-    page_offset = kv_cache.page_offset_function(row)
-
+def test_heads_of_pages_beyond_32_bits(card):
+    """A cache of several long contexts has more elements than 32 bits count, and `head_of_page` is a factor of them."""
     @cuda.jit
-    def write_offset(found, table, max_pages, slot, page, kv_head, n_kv):
-        found[0] = page_offset(table, uint32(max_pages), uint32(slot), uint32(page), uint32(kv_head), uint32(n_kv))
+    def write_number(found, table, max_pages, slot, page, kv_head, n_kv):
+        found[0] = kv_cache.head_of_page(table, uint32(max_pages), uint32(slot), uint32(page), uint32(kv_head),
+                                         uint32(n_kv))
 
     table, found = np.full((3, LONG // PAGE), -1, np.int32), card.zeros(1, np.uint64)
-    table[2, -1] = 3 * LONG // PAGE * 8 - 1
-    card.launch(write_offset, 1, 1, found, card.upload(table).reshape(-1), LONG // PAGE, 2, LONG // PAGE - 1, 3, 4)
-    want = (int(table[2, -1]) * 4 + 3) * PAGE * row
-    assert card.download(found)[0] == want and want * 2 > 2 ** 32
+    table[2, -1] = 2 ** 31 - 2
+    card.launch(write_number, 1, 1, found, card.upload(table).reshape(-1), LONG // PAGE, 2, LONG // PAGE - 1, 3, 4)
+    want = int(table[2, -1]) * 4 + 3
+    assert card.download(found)[0] == want > 2 ** 32
 
 
 @pytest.mark.parametrize("shape", [QWEN35, QWEN3], ids=str)
