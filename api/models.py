@@ -73,7 +73,8 @@ def slots(service, fail_on_no_slot: str = "0"):
     engine = service.engine
     n = n_slots(engine)
     with service.changed:
-        running = [generation for generation, *_ in service.open.values() if is_open(generation)][:n]
+        running = [generation for generation, _, exchange in service.open.values()
+                   if exchange.engine is engine and is_open(generation)][:n]
     if len(running) == n and fail_on_no_slot == "1":
         raise ServiceUnavailable("no slot is free", retry_after=1)
     return [slot(service, i, *running[i:i + 1]) for i in range(n)]
@@ -106,7 +107,7 @@ def slot(service, index: int, generation=None) -> dict:
     said |= {"n_prompt_tokens": generation.n_prompt, "n_prompt_tokens_cache": generation.n_cached,
              "next_token": {"has_next_token": True, "n_remain": left, "n_decoded": n_decoded}}
     if text_of := service.log.text_of:
-        said["prompt"] = text_of(request.prompt_ids)
+        said["prompt"] = text_of(request.prompt_ids, service.engine)
     return said
 
 

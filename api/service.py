@@ -284,8 +284,8 @@ class Answering:
             if isinstance(error, Exception):
                 raise
             raise RuntimeError(f"a library failed: {error!r}") from error   # a panic in Rust
-        self.follow(generations, client_watch(), flask.g.exchange)
         flask.g.exchange.follow(self.engine, generations)
+        self.follow(generations, client_watch(), flask.g.exchange)
         return generations, answer
 
     def read_pictures(self, sent: list[Sent], timeout: float | None) -> list[Picture]:

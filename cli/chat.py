@@ -1,6 +1,7 @@
 """One answer, or a conversation, on the terminal. Answers go to stdout, all else to stderr."""
 
 import contextlib
+import os
 import re
 import sys
 from collections.abc import Callable
@@ -122,7 +123,7 @@ def with_system(system: str | None, messages: list[dict]) -> list[dict]:
 
 def read_picture(path: str, eyes: Reader) -> Picture:
     """The picture of a file, of which a line tells. Raises RequestError."""
-    picture = picture_of(Path(path).expanduser(), eyes, path)
+    picture = picture_of(Path(os.path.expanduser(path)), eyes, path)
     height, width, _ = picture.pixels.shape
     qengine.note(f"picture: {path}, seen as {width} x {height} pixels, {picture.n_tokens} tokens")
     return picture
@@ -230,7 +231,7 @@ class Chat:
         qengine.note("A new conversation.")
 
     def save(self, path: str):
-        path = Path(unquoted(path, "/save")).expanduser()
+        path = Path(os.path.expanduser(unquoted(path, "/save")))       # Path's own fails at an unknown ~name
         with open(path, "x", encoding="utf-8", errors="replace") as file:       # an existing file stays as it is
             file.write(transcript(with_system(self.system, self.messages)))
         qengine.note(f"saved: {path}, {len(self.messages)} messages")
@@ -261,7 +262,7 @@ def unquoted(path: str, command: str) -> str:
     Raises RequestError."""
     if path[:1] in ("'", '"') and path[-1:] == path[:1]:
         path = path[1:-1]
-    if not path:
+    if not path or "\0" in path:
         raise RequestError("file", f"{command} needs the name of a file")
     return path
 

@@ -9,16 +9,16 @@ the options of the command line where it says nothing else.
 import argparse
 import copy
 import math
+import os
 import re
-from pathlib import Path
 from typing import NamedTuple
 
 from engine.durations import read_seconds
 from engine.limits import SAMPLING
 
 # What a model may say for itself, as the command line says it for all of them.
-OF_A_MODEL = {"card", "ctx", "slots", "kv", "kv-tokens", "checkpoint-memory", "checkpoint-host-memory", "split", "draft",
-              "expert-memory", "products", "mmproj", "image-tokens", "thinking", "chat-template-kwargs",
+OF_A_MODEL = {"card", "ctx", "slots", "kv", "kv-tokens", "checkpoint-memory", "checkpoint-host-memory", "split",
+              "draft", "expert-memory", "products", "mmproj", "image-tokens", "thinking", "chat-template-kwargs",
               "repetition-guard", *(name.replace("_", "-") for name in SAMPLING)}
 NEVER = "never"
 
@@ -37,7 +37,7 @@ class ModelArgument(NamedTuple):
 def model_argument(text: str) -> ModelArgument:
     """An argparse type: "FILE" or "NAME=FILE,option=value,...". What is a file as it stands is a file."""
     named = re.fullmatch(r"([\w.:@-]+)=([^,]+)(?:,(.*))?", text, re.DOTALL)
-    if named is None or Path(text).exists():
+    if named is None or os.path.exists(text):
         return ModelArgument(text)
     name, source, rest = named.groups()
     values = {}

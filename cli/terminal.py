@@ -63,7 +63,8 @@ def line_editing(path: Path = HISTORY):
     readline.parse_and_bind("set enable-bracketed-paste on")    # then line breaks of pasted text end no line
     readline.set_auto_history(False)
     for line in read_history(path):
-        readline.add_history(line)
+        with contextlib.suppress(ValueError):       # a text that no terminal can have typed
+            readline.add_history(line)
     mark = [f"\x01{code}\x02" if has_colours(sys.stdout) else "" for code in (BOLD, PLAIN)]     # \1 .. \2: no width
 
     def ask(prompt):
@@ -78,11 +79,14 @@ def line_editing(path: Path = HISTORY):
 
 def read_history(path: Path) -> list[str]:
     """The last messages that were typed, the latest last. The file has a JSON text in each line, since a message may
-    have several lines."""
-    with contextlib.suppress(OSError, ValueError):
-        lines = path.read_text(encoding="utf-8").splitlines()[-KEPT_LINES:]
-        return [text for text in map(json.loads, lines) if isinstance(text, str)]
-    return []
+    have several lines. What is no JSON, as a full disk may leave it, is left out."""
+    lines, found = [], []
+    with contextlib.suppress(OSError):
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()[-KEPT_LINES:]
+    for line in lines:
+        with contextlib.suppress(ValueError):
+            found.append(json.loads(line))
+    return [text for text in found if isinstance(text, str)]
 
 
 def append_history(path: Path, text: str):
@@ -105,7 +109,7 @@ class Wrapped:
         self.line, self.in_code = "", False                 # the first letters of the line
 
     def push(self, text: str):
-        for letter in text:
+        for letter in map(harmless, text):
             if letter == "\n":
                 self._end_line()
             elif letter == " " and not self.in_code:
@@ -146,6 +150,14 @@ class Wrapped:
         self.write("\n")
         self.in_code ^= self.line == FENCE
         self.column, self.line = 0, ""
+
+
+def harmless(letter: str) -> str:
+    """What stands for a letter that a terminal would obey instead of showing it: after an escape, it may even write
+    into the clipboard."""
+    if letter in "\n\t" or unicodedata.category(letter) != "Cc":
+        return letter
+    return chr(0x2400 + ord(letter)) if letter < " " else "\ufffd"      # Unicode has pictures of the first 32
 
 
 def is_wide(letter: str) -> bool:

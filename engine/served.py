@@ -30,6 +30,7 @@ MOST_AWAITING = 32          # requests that wait for models to be loaded, of all
 AGAIN_SECONDS = 20.0        # after a load that failed, its error is the answer for so long
 BUSY_SECONDS = 5.0          # the same where other models, which are answering, have the memory
 POLL_SECONDS = 0.05         # between two looks whether a request that waits is still wanted
+LONGEST_IDLE = 365 * 86400.0        # what is to stay longer than so many seconds stays until others need its memory
 
 logger = logging.getLogger("qengine.requests")      # the server's log: a line for each load
 
@@ -84,10 +85,10 @@ class Served:
     def __init__(self, engine: TextEngine | PoolingEngine | None, aliases=(), defaults: Defaults = Defaults(), *,
                  facts: Facts | None = None, load: Callable | None = None, idle: float = math.inf):
         self.engine, self.aliases, self.defaults = engine, tuple(aliases), defaults
-        self._facts, self.load, self.idle = facts, load, idle
+        self._facts, self.load, self.idle = facts, load, bounded(idle)
         self.n_users = self.n_awaiting = self.n_loads = 0       # requests that hold the engine, that wait for it
         self.used = time.monotonic()        # when a request gave it back
-        self.patience = idle                # `idle`, unless a client has asked for something else since it was loaded
+        self.patience = self.idle           # `idle`, unless a client has asked for something else since it was loaded
         self.is_loading = False
         self.refusal, self.refused_until = "", 0.0      # why it cannot be loaded until then, by time.monotonic()
 
@@ -238,7 +239,7 @@ class Models:
         """A client wants a model put away so many seconds after its last request, until the model is loaded anew. A
         model that is always loaded stays."""
         with self.changed:
-            served.patience = seconds
+            served.patience = bounded(seconds)
             self.changed.notify_all()
 
     def replace(self, engine, other):
@@ -345,6 +346,11 @@ class Models:
         for engine in self.engines:
             with contextlib.suppress(Exception):
                 engine.close()
+
+
+def bounded(seconds: float) -> float:
+    """Seconds without a request; math.inf for more than LONGEST_IDLE, which neither clocks nor calendars need take."""
+    return seconds if seconds <= LONGEST_IDLE else math.inf
 
 
 def sentence_of(error: Exception) -> str:

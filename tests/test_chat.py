@@ -155,12 +155,13 @@ def test_the_prompt_comes_from_a_pipe(capsys, loaded, monkeypatch):  # noqa: F81
 
 def test_what_begins_like_a_command(capsys, loaded, monkeypatch):  # noqa: F811
     prompts = prompts_of(monkeypatch)
-    type_in(monkeypatch, "/usr/bin is a folder", " /help me", "/nonsense", "/save", "/save /nowhere/a.md")
+    type_in(monkeypatch, "/usr/bin is a folder", " /help me", "/nonsense", "/save", "/save /nowhere/a.md",
+            "/save ~nobody.here/a.md", "/save a\0b")
     code, _, err = run(capsys, *CHAT)
     assert code == 0 and len(prompts) == 2 and "/usr/bin is" in prompts[0] and "/help me" in prompts[1]
     said = [line for line in err.splitlines() if line.startswith("qengine: ")]
-    assert len(said) == 3 and "there is no /nonsense" in said[0] and "/save needs the name of a file" in said[1]
-    assert "/nowhere/a.md" in said[2]
+    assert len(said) == 5 and "there is no /nonsense" in said[0] and "/save needs the name of a file" in said[1]
+    assert "/nowhere/a.md" in said[2] and "~nobody.here" in said[3] and "/save needs the name of a file" in said[4]
 
 
 def test_every_command_does_something_and_has_a_meaning():
@@ -184,7 +185,7 @@ def test_a_history_that_cannot_be_read_or_written(tmp_path):
     file = tmp_path / "history"
     assert read_history(file) == []
     file.write_text('"one"\nnonsense\n')
-    assert read_history(file) == []
+    assert read_history(file) == ["one"]
     append_history(file / "no folder", "text")
     (tmp_path / "new").mkdir()
     append_history(tmp_path / "new" / "history", "a\nb")
@@ -244,6 +245,7 @@ def test_thoughts_are_shown_as_such(monkeypatch):
     assert shown(monkeypatch, text, "either", False) == "[thinking]\nhm, well\n[answer]\nYes.\n"
     assert shown(monkeypatch, "hm\n</think>\n\nYes.", "thought", False) == "[thinking]\nhm\n[answer]\nYes.\n"
     assert shown(monkeypatch, "Yes, really.", "content", True) == "Yes, really.\n"
+    assert shown(monkeypatch, "\x1b]52;c;eA==\x07", "content", True) == "\u241b]52;c;eA==\u2407\n"    # to no clipboard
     assert shown(monkeypatch, "still thinking", "thought", True) == "\x1b[2m[thinking]\nstill thinking\x1b[0m\n"
 
 

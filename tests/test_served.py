@@ -449,6 +449,9 @@ def test_ollama_keeps_a_model_alive_as_long_as_it_is_told(machine):
     assert left().startswith("9999")
     one.web.post("/api/generate", json={"model": "first", "keep_alive": "1h"})
     assert not left().startswith("9999")
+    for long in 1e12, 1e300, "999999999h":         # longer than clocks can wait, and than calendars go
+        one.web.post("/api/generate", json={"model": "first", "keep_alive": long})
+        assert left().startswith("9999")
     refused = one.web.post("/api/chat", json={"model": "first", "messages": [HI], "keep_alive": "soon"})
     assert refused.status_code == 400 and "keep_alive" in refused.json["error"]
     assert one.web.post("/api/chat", json={"model": "first", "keep_alive": 0}).json["done_reason"] == "unload"
@@ -494,3 +497,16 @@ def test_the_server_cannot_lend_what_was_never_there(machine):
     one = machine("first", room=0)
     with pytest.raises(NotLoaded):
         one.models.borrow(one.models.first)
+
+
+def test_slots_and_the_queue_are_told_of_each_model_by_itself(machine):
+    """Engines of these have two slots each. Requests are found whether they are streamed or not."""
+    one = machine(*((name, lambda: PacedEngine("a b c", delay=PATIENCE)) for name in ("first", "second")))
+    service = one.app.extensions["qengine"]
+    for n, name in enumerate(["second", "second", "second", "first"]):
+        threading.Thread(target=one.app.test_client().post, args=[CHAT], daemon=True, kwargs={
+            "json": {"model": name, "messages": [HI]}, "headers": {"X-Request-Id": f"request-{n}"}}).start()
+        one.wait_for(lambda: len(service.open) == n + 1)
+    for name, busy in (("first", [True, False]), ("second", [True, True])):
+        assert [slot["is_processing"] for slot in one.web.get(f"/slots?model={name}").json] == busy
+    assert [one.web.get(f"/waiting?request=request-{n}").json["ahead"] for n in range(4)] == [0, 0, 1, 0]

@@ -54,6 +54,8 @@ def test_a_file_is_a_file_whatever_its_name(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a=b,c.gguf").touch()
     assert model_argument("a=b,c.gguf") == ModelArgument("a=b,c.gguf")
+    long = "b" * 5000           # longer than the name of a file can be
+    assert model_argument(f"a={long}") == ModelArgument(long, "a")
 
 
 @pytest.mark.parametrize("arguments, words", [
