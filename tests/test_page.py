@@ -18,6 +18,7 @@ from playwright.sync_api import Error, expect, sync_playwright
 from api.page import FOLDER
 from engine.images import Limits
 from engine.request import EngineStopped
+from engine.served import Models, Served
 from tests.clients import app_of, serving, wait_until
 from tests.paced import PacedEngine
 from tests.pictures import file_of, scene
@@ -877,7 +878,7 @@ def test_a_model_that_is_still_loading(open_page, engine):
     expect(page.get_by_text("loading the model")).to_be_visible()
     say(page, "hello")
     expect(page.get_by_role("alert")).to_contain_text("The server says: the model is still loading.")
-    app.extensions["qengine"].engine = engine
+    app.extensions["qengine"].models = Models([Served(engine)])
     expect(page.get_by_role("heading", name="qengine")).to_contain_text(engine.name)       # seen without a reload
     button(page, "Try again").click()
     expect(answers(page)).to_contain_text("You said hello.")

@@ -20,6 +20,7 @@ from api import openai as openai_api
 from api.errors import MAX_BODY
 from api.service import Service
 from engine.request import Delta, EngineStopped, Fault, RequestError, StopScanner
+from engine.served import Models, Served
 from tests.clients import CHAT, HI, TEXT, app_of, assert_error, official_client, send, serving, wait_until
 from tests.scripted import Unreal
 from tests.tiny import CONTEXT, tiny_engine
@@ -417,7 +418,7 @@ def test_everything_is_503_until_the_model_is_there(engine):
     for answer in (web.get("/v1/models"), web.post(TEXT, json={"prompt": "hi"}), web.post(CHAT, json={})):
         assert answer.status_code == 503 and "loading" in answer.json["error"]["message"]
         assert answer.headers["Retry-After"]
-    app.extensions["qengine"].engine = engine
+    app.extensions["qengine"].models = Models([Served(engine)])
     assert web.get("/health").status_code == 200
     assert web.post(TEXT, json={"prompt": "hi", "max_tokens": 1}).status_code == 200
 
