@@ -16,7 +16,7 @@ from werkzeug.exceptions import ServiceUnavailable, TooManyRequests
 from engine.images import Picture
 from engine.patience import too_late
 from engine.pooling import PoolingEngine
-from engine.request import DeadlineExceeded
+from engine.request import DeadlineExceeded, EngineStopped
 from engine.served import Defaults, Models, Served
 from engine.template import end_rendering
 from engine.text_engine import ABILITIES, TextEngine
@@ -77,9 +77,12 @@ class Service:
         return self.models.engines if self.models else []
 
     def ready(self) -> Models:
-        """The models. Raises ServiceUnavailable where the server has just been started, or makes up for a failure."""
+        """The models. Raises ServiceUnavailable where the server has just been started, or makes up for a failure;
+        EngineStopped where all of them have failed."""
         if self.models is None or self.is_loading:
             raise ServiceUnavailable("the model is still loading", retry_after=5)
+        if all(served.state == "failed" for served in self.models.served):
+            raise EngineStopped(self.models.first.engine.reason)
         return self.models
 
     def choose(self, kind: str | None, name: str | None) -> Served:

@@ -108,7 +108,9 @@ class Served:
     @property
     def state(self) -> str:
         """In the words of llama.cpp's router."""
-        return "loading" if self.is_loading else "unloaded" if self.engine is None else "loaded"
+        if self.engine is None:
+            return "loading" if self.is_loading else "unloaded"
+        return "loaded" if self.engine.reason is None else "failed"
 
     def is_named(self, name: str | None) -> bool:
         """Whether this is its name or an alias. Ollama's clients write a tag behind names."""
