@@ -13,15 +13,13 @@ from kernels.kv_formats import KV_FORMATS, PAGE, turned_back
 from kernels.limits import FLOAT16
 from kernels.records import Places
 from kernels.rope import QWEN3, QWEN35, TOLERANCE, heads_of, sample_qkv, upload_qkv
-from tests.kinds import KV_BY_KIND
 
 LONG = 262144
-
-
 OTHERS = 61     # pages that come again and again: of no length that units of pages, or pieces of them, have
 
 
-@pytest.mark.parametrize("name", [FLOAT16, *KV_BY_KIND])
+@pytest.mark.parametrize("name", [name if name in (FLOAT16, "q8+3") else pytest.param(name, marks=pytest.mark.slow)
+                                  for name in KV_FORMATS])
 def test_a_decoded_token_sees_4096_pages(card, name):
     """In 64 units of 64 pages. The last page is its own."""
     case = attend_decode.sample_case(KV_FORMATS[name], heads_of(2, 1, QWEN3), ((OTHERS + 1) * PAGE - 1,))
