@@ -51,11 +51,6 @@ def modalities(facts: Facts) -> dict:
     return {"vision": facts.sees, "audio": False}
 
 
-def sees(engine) -> bool:
-    """Whether the model of an engine takes pictures."""
-    return engine.kind == "text" and engine.eyes is not None
-
-
 def props(service):
     """What a client that speaks llama.cpp's dialect asks before it talks. model_path is a name without directories."""
     engine = service.engine

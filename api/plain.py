@@ -10,6 +10,7 @@ from engine import images
 from engine.guard import GUARD
 from engine.request import Fault, RequestError
 from engine.served import Served
+from engine.text_engine import sees
 
 from . import chat, openai
 from .endpoint import Endpoint
@@ -130,7 +131,7 @@ def health_of(first: Served, *others: Served, lost: dict):
                 "counts_pipes": False, "counts_experts": False}
     if engine.reason is not None:
         return {"status": "error", **failure_of(engine), **beside}, 503
-    if engine.kind == "text" and engine.eyes is not None:
+    if sees(engine):
         limits = engine.eyes.limits
         beside["sees"] = {"pixels": limits.max_tokens * images.BLOCK**2, "pictures": limits.most_pictures}
     return {"status": "ok", "model": engine.name, "state": first.state, "cards": cards_of(engine), **beside, **lost,

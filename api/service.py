@@ -19,13 +19,12 @@ from engine.pooling import PoolingEngine
 from engine.request import DeadlineExceeded, EngineStopped
 from engine.served import Defaults, Models, Served
 from engine.template import end_rendering
-from engine.text_engine import ABILITIES, TextEngine
+from engine.text_engine import ABILITIES, TextEngine, sees
 
 from . import log, metrics, openapi
 from .access import Access
 from .errors import MAX_BODY, MAX_SEEING, NotFound, explain
 from .fetch import Fetcher
-from .models import sees
 from .pictures import Pictures, Sent, patience_for
 from .stored import Stored
 

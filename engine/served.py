@@ -21,7 +21,7 @@ from engine.details import ModelDetails
 from engine.pooling import PoolingEngine, RerankTemplate
 from engine.request import EngineStopped
 from engine.template import ChatTemplate
-from engine.text_engine import TextEngine, wrong_kind
+from engine.text_engine import TextEngine, sees, wrong_kind
 from engine.tokenizer import Tokenizer
 from kernels.card import OutOfMemory
 
@@ -59,8 +59,8 @@ class Facts:
 
     @classmethod
     def of(cls, engine: TextEngine | PoolingEngine) -> "Facts":
-        sees = engine.kind == "text" and engine.eyes is not None
-        return cls(engine.name, engine.kind, engine.n_ctx, engine.tokenizer, engine.template, engine.details, sees)
+        return cls(engine.name, engine.kind, engine.n_ctx, engine.tokenizer, engine.template, engine.details,
+                   sees(engine))
 
 
 @dataclass(frozen=True)

@@ -189,8 +189,8 @@ class Pace:
         return best + is_due
 
     def _costs(self, n: int, widest: int) -> tuple[list[float], list[float]]:
-        """What each width risks, and the seconds that it takes; more rows never take less. Kept until a median changes,
-        since working it out takes as long as a part of a small model's step."""
+        """What each width risks, and the seconds that it takes; more rows never take less. Both are kept until a median
+        changes, since a width is chosen for every step, and a small model's step is short."""
         if (n, widest) not in self.costs:
             risks = self.risks(n, widest)
             seconds = (self.seconds(n, width) for width in range(1, len(risks) + 1))

@@ -53,7 +53,7 @@ def generate(engine: TextEngine, prompt: str | list[int], **sampling) -> str:
     if is_conversation(prompt) or isinstance(prompt, dict):
         raise RequestError("prompt", "generate takes a text or token ids; for messages: engine.chat(messages)")
     ids = engine.encode(prompt) if isinstance(prompt, str) else list(prompt)
-    text = "".join(delta.text for delta in engine.submit(Request(ids, **sampling)))
+    text = "".join(pieces_of(engine.submit(Request(ids, **sampling))))
     if not text and isinstance(prompt, str) and engine.template is not None:
         warnings.warn("the model said nothing. It knows conversations, and the prompt is none: "
                       'try engine.chat([{"role": "user", "content": prompt}])', stacklevel=2)

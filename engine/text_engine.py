@@ -19,6 +19,11 @@ def wrong_kind(engine, wanted: str) -> RequestError:
     return RequestError("model", f"the model {engine.name} can {ABILITIES[engine.kind]}, but not {ABILITIES[wanted]}")
 
 
+def sees(engine) -> bool:
+    """Whether the model of an engine, of any kind, takes pictures."""
+    return engine.kind == "text" and engine.eyes is not None
+
+
 class TextOnly:
     """What an engine of text answers to those who take it for one of another kind (engine/pooling.py), and an engine
     that reads text alone to those who ask for its eyes."""

@@ -19,8 +19,9 @@ than PART.
 
 While no answer runs, passes are queued in parts, too, so that a prompt that is cancelled leaves the cards soon, however
 long its text is: no more than two parts of AHEAD are queued at a time. And a pass has no more tokens than let a layer
-end in that time, since attention takes longer and longer towards the end of a long text. Several cards hand on whole
-passes, which then take LONGEST_PASS at most.
+end in that time, since attention takes longer and longer towards the end of a long text. So an answer that starts in
+the midst of such a pass may wait for a layer, which is AHEAD at most and not PART. Several cards hand on whole passes,
+which then take LONGEST_PASS at most.
 
 The card must not wait for the host. So a part is queued before the one before it is over, and the account goes by how
 long parts and steps should take. When the tokens behind a part have come, it is corrected by what the part took: by the

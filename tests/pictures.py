@@ -1,12 +1,15 @@
 """Pictures for tests, made by code: what they show, and files of every kind that the formats know."""
 
+import contextlib
 import io
 import struct
 import zlib
 
 import numpy as np
+import pytest
 from PIL import Image
 
+import qengine
 from engine.images import PAD
 from engine.sight import Eyes, limits_for
 
@@ -81,6 +84,14 @@ class MadeUpTower:
 
     def seconds(self, pictures, speed):
         return [0.01] * len(pictures)
+
+
+@contextlib.contextmanager
+def made_up_sight():
+    """Models that are loaded inside have made-up eyes, if they are to see."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(qengine, "open_eyes", made_up_eyes)
+        yield
 
 
 def made_up_eyes(mmproj, image_tokens, opened, n_ctx):

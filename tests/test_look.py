@@ -11,7 +11,7 @@ from engine.request import RequestError
 from kernels.emulated.card import EmulatedCard
 from kernels.kv_formats import KV_FORMATS
 from tests.kinds import KV_KINDS
-from tests.pictures import made_up_eyes, scene
+from tests.pictures import made_up_sight, scene
 
 IDS = [(31 * i * i + 7 * i) % 1000 for i in range(150)]         # three passes of 64
 MODELS = "synthetic:tiny", "synthetic:qwen3-tiny", "synthetic:tiny-moe"
@@ -40,8 +40,7 @@ def tiny():
 
 @pytest.fixture(scope="module")
 def seeing():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(qengine, "open_eyes", made_up_eyes)
+    with made_up_sight():
         engine = load(mmproj="synthetic", image_tokens=(1, 64))
     yield engine
     engine.close()

@@ -12,7 +12,7 @@ import qengine
 from engine.images import PAD, Limits, Reader, prompt_fields
 from engine.request import RequestError
 from engine.talk import chat, pictures_in, shown
-from tests.pictures import exif, file_of, made_up_eyes, scene
+from tests.pictures import exif, file_of, made_up_sight, scene
 from tests.test_cli import GREEDY, run
 from tests.tiny import CONTEXT, MODEL, tiny_engine
 
@@ -39,8 +39,7 @@ def eyes():
 
 @pytest.fixture(scope="module")
 def seeing():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(qengine, "open_eyes", made_up_eyes)
+    with made_up_sight():
         engine = qengine.load(MODEL, card="emulated", ctx=CONTEXT, progress=False, mmproj="synthetic",
                               image_tokens=TOKENS)
     yield engine
