@@ -119,6 +119,7 @@ class Request:
     repetition_guard: bool = False      # end an answer that repeats itself, see RepetitionGuard; not with ignore_eos
     timeout: float | None = None        # seconds from `submit` on, after which it ends with DeadlineExceeded
     draft: int | None = None            # most drafts checked at once; None: what the engine was loaded for
+    sparse: bool | None = None          # whether a long prompt leaves out keys; None: what the engine was loaded for
     pictures: tuple = ()                # Pictures of engine/images.py, in the order of their tokens in the prompt
 
     def __post_init__(self):
@@ -152,6 +153,8 @@ class Request:
             raise RequestError("stop", f"'stop' may hold {STOPS} strings, each of 1 to {STOP_LETTERS} letters")
         if self.draft is not None and not is_within(int, self.draft, 0, MOST_DRAFTS):
             raise RequestError("draft", f"'draft' must be a whole number from 0 to {MOST_DRAFTS}")
+        if self.sparse not in (None, True, False):
+            raise RequestError("sparse", "'sparse' must be true or false")
         if self.timeout is not None and not 0 < self.timeout < math.inf:
             raise RequestError("timeout", "'timeout' must be a number of seconds above 0")
         for name in ("stop_after", "stop_pause", "stop_before", "grammar_after"):
@@ -176,6 +179,14 @@ class Request:
         for name in SAMPLING:
             if (value := getattr(self, name)) is not getattr(Request, name):    # a default may be None
                 check_sampling(name, value)
+
+
+def is_sparse(request: Request, wish: str) -> bool:
+    """Whether the prompt of a request leaves out keys (kernels/block_sparse.py), in an engine loaded with this wish:
+    "off", "ask" or "on". Raises RequestError."""
+    if request.sparse and wish == "off":
+        raise RequestError("sparse", "this model reads prompts whole: it was loaded without --sparse")
+    return wish == "on" if request.sparse is None else bool(request.sparse)
 
 
 @dataclass(frozen=True)
@@ -300,6 +311,8 @@ class Generation(Job):
         self.n_cached = 0           # tokens of the prompt that were not computed, because they were cached
         self.n_read = 0             # tokens of the prompt so far that were cached, or whose passes are queued
         self.drafts = Drafts()      # how many were checked and accepted
+        self.is_sparse = False      # whether its prompt leaves out keys, and, when that is read, how many pages of keys
+        self.keys_read = self.keys_seen = 0     # it read of those that it sees, over all layers and KV heads
         self.cause: str | None = None           # of the last Delta
         self.prompt_logprobs: PromptLogprobs | None = None  # set before the first token
         self.token_times: list[float] = []      # when the engine gave each token; a reader may get several at once
@@ -311,6 +324,11 @@ class Generation(Job):
         self._at_start = not self._scans    # true while line breaks before the scanned text are skipped
         self._deltas = queue.SimpleQueue()
         self.wake = threading.Event()           # set whenever `take` has something to give
+
+    @property
+    def share_read(self) -> float | None:
+        """The share of the keys that a sparse prompt read; None of others, and before it is read."""
+        return self.keys_read / self.keys_seen if self.keys_seen else None
 
     def __iter__(self):
         """Deltas as they come. Ends without a finish reason when the generation was cancelled. Raises what the

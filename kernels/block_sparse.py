@@ -19,7 +19,8 @@ nearest ones (`near`, with the page itself) are always kept, and so is everythin
     q          float16 [rows, heads, D]         rotated, with attention's scale, as for kernels/attention.py
     pages      of keys, in a KV format (kernels/kv_formats.py)
     kept       uint32 [query pages, n_kv, words]        bit p % 32 of word p / 32: whether page p is read
-    counts     uint32 [slots]                   grows by the pages kept, over all query pages, KV heads and layers
+    counts     uint64 [slots, 2]                grow by the pages kept, and by those that the queries see, over all
+                                                query pages, KV heads and layers
 
 **The choice depends on tokens and absolute positions alone.** A page of queries is whole in a pass, or it is the last
 one of its prompt. It sees keys as the KV cache holds them. Floats are summed in an order that its page number decides,
@@ -93,7 +94,8 @@ class Chooser(NamedTuple):
     levels: Array           # float32 [n_kv, 4 g query pages, max_pages]: L
     masses: Array           # uint32 [query pages, n_kv, max_pages]: M
     kept: Array             # uint32 [query pages of a pass, n_kv, words]
-    counts: Array           # uint32 [slots]
+    counts: Array           # uint64 [slots, 2]
+    on_host: np.ndarray     # of these, page-locked
 
     @classmethod
     def alloc(cls, card, sizes, rows, max_pages, n_slots):
@@ -105,7 +107,18 @@ class Chooser(NamedTuple):
                    card.alloc((n_kv, at_once * MEANS * (n_heads // n_kv), max_pages), np.float32, "levels of pages"),
                    card.alloc((at_once, n_kv, max_pages), np.uint32, "masses of pages"),
                    card.alloc((query_pages, n_kv, -(-max_pages // 32)), np.uint32, "kept pages"),
-                   card.zeros(n_slots, np.uint32, "counts of kept pages"))
+                   card.zeros((n_slots, 2), np.uint64, "counts of kept pages"),
+                   card.pinned((n_slots, 2), np.uint64))
+
+    def forget(self, slot):
+        """Before the first pass of a prompt: nothing is counted yet."""
+        self.counts.card.fill(self.counts[slot], 0)
+
+    def count(self, slot):
+        """Queue a copy of a slot's counts to the host. Returns it, and the event after which it is there."""
+        card = self.counts.card
+        card.copy_out(self.on_host[slot], self.counts[slot])
+        return self.on_host[slot], card.default_stream.record()
 
 
 # ---- reference ---------------------------------------------------------------------------------------------
@@ -390,19 +403,23 @@ def keep_pages(kept, masses, levels, counts, row_slot, row_pos, first_query_page
         if lane == uint32(0) and p < seen:
             kept[uint32(row + uint32(p // uint32(32)))] = bits
             n_kept = uint32(n_kept + uint32(cuda.popc(bits)))
+    at = uint32(uint32(2) * uint32(row_slot[uint32(0)]))
     if n_kept > uint32(0):
-        cuda.atomic.add(counts, uint32(row_slot[uint32(0)]), n_kept)
+        cuda.atomic.add(counts, at, uint64(n_kept))
+    if thread == uint32(0):
+        cuda.atomic.add(counts, uint32(at + uint32(1)), uint64(seen))
 
 
-def choose_pages(card, chooser, q, heads, pages, places, rows, *, rule=RULE, piece=None, stream=None):
-    """chooser.kept <- the pages that each page of queries reads; chooser.counts grows. The rows are consecutive tokens
-    of one slot, the first one at a multiple of 64. q float16 [rows, heads, head_dim] as `norm_rope_q` makes it; heads:
-    a kernels/rope.py Heads. For pages of few bits: piece, a kernels/kv_expand.py Piece, of whole 32 pages. Writes
-    chooser and piece, never allocates."""
-    expanded, max_pages = pages.format.expands, pages.block_table.shape[1]
-    n_kv, level_rows, _ = chooser.levels.shape
+def choose_pages(card, chooser, q, heads, pages, places, rows, start, *, rule=None, piece=None, stream=None):
+    """Returns chooser.kept, with the pages that each page of queries reads; chooser.counts grows. The rows are
+    consecutive tokens of one slot, the first one at position `start`, a multiple of 64. q float16 [rows, heads,
+    head_dim] as `norm_rope_q` makes it; heads: a kernels/rope.py Heads. For pages of few bits: piece, a
+    kernels/kv_expand.py Piece, of whole 32 pages. rule: by default RULE. Writes chooser and piece, never
+    allocates."""
+    rule, expanded = rule or RULE, pages.format.expands
+    n_kv, level_rows, max_pages = chooser.levels.shape
     levels, means, masses = (array.reshape(-1) for array in (chooser.levels, chooser.means, chooser.masses))
-    kept, n_words = chooser.kept.reshape(-1), chooser.kept.shape[-1]
+    kept, n_words, counts = chooser.kept.reshape(-1), chooser.kept.shape[-1], chooser.counts.reshape(-1)
     halves, n_pages = (piece, piece.n_pages) if expanded else (pages, max_pages)
     mean, lanes = means_kernel(heads.head_dim)
     for first in range(0, rows, TURN_ROWS):
@@ -410,18 +427,20 @@ def choose_pages(card, chooser, q, heads, pages, places, rows, *, rule=RULE, pie
         n_means = -(-n // MEAN)
         card.launch(mean, (n_means, heads.n_heads), lanes, means, q[first:].reshape(-1), n, heads.n_heads,
                     stream=stream)
-        for first_page in range(0, max_pages, n_pages):
+        end = (start + first + n - 1) // PAGE           # the last page of queries reads the pages before it
+        for first_page in range(0, end, n_pages) if end >= rule.dense else ():
             if expanded:
                 expand_pages(card, piece, pages, at, n, first_page, stream=stream)
-            spans = -(-min(n_pages, max_pages - first_page) // SPAN)
+            spans = -(-min(n_pages, end - first_page) // SPAN)
             card.launch(levels_kernel(expanded, heads.head_dim),
                         (-(-n_means * heads.group // (WARPS * ROWS)), n_kv, spans), (32, WARPS), levels, means,
                         halves.k.reshape(-1), halves.block_table.reshape(-1), at.slots, at.positions, n, heads.n_heads,
                         n_kv, level_rows, halves.block_table.shape[1], max_pages, first_page, n_pages, rule.dense,
                         stream=stream)
-        card.launch(keep_pages, (-(-n // PAGE), n_kv), (32, KEEP_WARPS), kept, masses, levels, chooser.counts, at.slots,
+        card.launch(keep_pages, (-(-n // PAGE), n_kv), (32, KEEP_WARPS), kept, masses, levels, counts, at.slots,
                     at.positions, first // PAGE, n, n_kv, heads.group, level_rows, max_pages, n_words, *rule,
                     stream=stream)
+    return chooser.kept
 
 
 # ---- check -------------------------------------------------------------------------------------------------
@@ -470,23 +489,23 @@ def check(card, format, case):
     pages = upload_keys(card, format, k)
     max_pages = pages.block_table.shape[1]
     chooser = Chooser.alloc(card, (n_heads, n_kv, heads.head_dim), rows + PAGE, max_pages, 3)
-    for array in chooser[:-1]:
+    for array in chooser[:-2]:
         card.poison(array)
     piece = Piece.alloc(card, format, n_kv, heads.head_dim, 32)
     places = Places(card.upload(np.zeros(rows, np.int32)), card.upload(np.arange(start, n, dtype=np.int32)))
-    choose_pages(card, chooser, card.upload(q), heads, pages, places, rows, rule=rule, piece=piece)
-    means, levels, masses, kept, counts = map(card.download, chooser)
+    choose_pages(card, chooser, card.upload(q), heads, pages, places, rows, start, rule=rule, piece=piece)
+    means, levels, masses, kept, counts = map(card.download, chooser[:-1])
     held = read_pages(format.keys, card.download(pages.k), card.download(pages.block_table), 0, n)
     first = (rows - 1) // TURN_ROWS * TURN_ROWS         # what the workspace holds is of the last turn
     want = means_reference(q[first:])
     assert np.max(np.abs(means[:len(want)] - want)) <= 2.0 ** -11 * np.max(np.abs(want))
-    error, n_pages, total = 0.0, -(-rows // PAGE), 0
+    error, n_pages, total, seen = 0.0, -(-rows // PAGE), 0, 0
     want = levels_reference(means[:len(want)].astype(np.float64), held[:n // PAGE * PAGE])
     for page in range(n_pages):
         number = start // PAGE + page
         for head in range(n_kv):
             got = unpacked(kept[page, head], number)
-            total += int(got.sum())
+            total, seen = total + int(got.sum()), seen + number + 1
             if page * PAGE < first:
                 assert got[-1] and got[:rule.sinks].all()
                 continue
@@ -501,7 +520,7 @@ def check(card, format, case):
                 assert np.max(np.abs(masses_reference(of_card).sum(axis=0) - mine)) <= n_means * UNIT * 2.0 ** -17
             np.testing.assert_array_equal(got, kept_reference(mine, rule))
     assert error <= LEVEL_TOLERANCE, f"error {error}"
-    assert counts.tolist() == [total, 0, 0]
+    assert counts.tolist() == [[total, seen], [0, 0], [0, 0]]
     assert (kept[n_pages:] == kept[-1, -1, -1]).all(), "wrote on"
     return error
 
