@@ -1730,7 +1730,8 @@ class Scheduler(Rounds):
         self.next_groups = itertools.cycle(range(pipeline.n_groups))
         self.turns = Turns(pipeline.n_stages)
         self.progress: Progress | None = None       # the pass of a prompt of which parts are queued, and parts are not
-        self.totals = dict.fromkeys(("requests", "cache_hits", "prompt_tokens", "cached_tokens", "generated_tokens"), 0)
+        self.totals = dict.fromkeys(("requests", "cache_hits", "prompt_tokens", "cached_tokens", "generated_tokens",
+                                     "keys_read", "keys_seen"), 0)
 
     def running_jobs(self) -> list[Generation]:
         return [s.generation for s in self.running]
@@ -1943,7 +1944,7 @@ class Scheduler(Rounds):
             self.turns.land(flight.ticket)
             if sequence in self.running:
                 sequence.take_scores()
-                sequence.take_counts()
+                sequence.take_counts(self.totals)
                 self._take_outcome(sequence, flight.tokens, [0], outcome)
 
     def _form_groups(self):
@@ -2199,7 +2200,8 @@ class Engine(TextOnly, TextEngine):
         """Counts of this moment: requests_running, requests_waiting, slots; kv_pages, which are kv_pages_used (by
         running requests), kv_pages_cached (for later prompts) or kv_pages_free; checkpoints, and how many of them are
         checkpoints_on_card. Counts since the start: requests, prompt_tokens, cached_tokens (those of prompts that were
-        not computed), cache_hits (requests with cached tokens), generated_tokens, checkpoints_spilled (to host memory),
+        not computed), cache_hits (requests with cached tokens), generated_tokens, keys_seen (pages of keys before the
+        queries of sparse prompts, over layers and KV heads), keys_read (of these), checkpoints_spilled (to host memory),
         checkpoints_fetched (back from it), checkpoints_dropped (for want of room); and, as tuples with a count for
         each position of a draft in its check, drafts_checked and drafts_accepted."""
         return self.scheduler.stats()

@@ -311,8 +311,8 @@ class Generation(Job):
         self.n_cached = 0           # tokens of the prompt that were not computed, because they were cached
         self.n_read = 0             # tokens of the prompt so far that were cached, or whose passes are queued
         self.drafts = Drafts()      # how many were checked and accepted
-        self.is_sparse = False      # whether its prompt leaves out keys, and, when that is read, how many pages of keys
-        self.keys_read = self.keys_seen = 0     # it read of those that it sees, over all layers and KV heads
+        self.is_sparse = False      # whether its prompt leaves out keys
+        self.keys_read = self.keys_seen = 0     # once such a prompt is read: pages of keys, over layers and KV heads
         self.cause: str | None = None           # of the last Delta
         self.prompt_logprobs: PromptLogprobs | None = None  # set before the first token
         self.token_times: list[float] = []      # when the engine gave each token; a reader may get several at once
@@ -324,11 +324,6 @@ class Generation(Job):
         self._at_start = not self._scans    # true while line breaks before the scanned text are skipped
         self._deltas = queue.SimpleQueue()
         self.wake = threading.Event()           # set whenever `take` has something to give
-
-    @property
-    def share_read(self) -> float | None:
-        """The share of the keys that a sparse prompt read; None of others, and before it is read."""
-        return self.keys_read / self.keys_seen if self.keys_seen else None
 
     def __iter__(self):
         """Deltas as they come. Ends without a finish reason when the generation was cancelled. Raises what the
@@ -392,6 +387,13 @@ class Generation(Job):
 def read_of(jobs: list[Job]) -> tuple[int, int]:
     """How much of the prompts of some jobs is read, in tokens, and how long these prompts are."""
     return sum(job.n_read for job in jobs), sum(job.n_prompt for job in jobs)
+
+
+def share_read(generations: list) -> float | None:
+    """The share of the keys that sparse prompts have read, all layers together; None if none of them is sparse, or
+    has been read."""
+    sparse = [generation for generation in generations if getattr(generation, "keys_seen", 0)]
+    return sum(g.keys_read for g in sparse) / sum(g.keys_seen for g in sparse) if sparse else None
 
 
 def deltas_of(generations: list[Generation], patience: float | None = None):

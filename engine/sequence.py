@@ -61,13 +61,15 @@ class Sequence(Branch):
             reports, self.scores = [task.result() for task in self.scores], []
             self.generation.prompt_logprobs = PromptLogprobs.of(reports, self.generation.request.prompt_logprobs)
 
-    def take_counts(self):
-        """Tell the generation how much of its keys a sparse prompt has read. The passes of the prompt are over."""
+    def take_counts(self, totals: dict):
+        """How many pages of keys a sparse prompt has read, for its generation and for the totals of all. The passes of
+        the prompt are over."""
         for task in self.counts:
             counts, event = task.result()
             event.synchronize()
-            self.generation.keys_read += int(counts[0])
-            self.generation.keys_seen += int(counts[1])
+            for name, count in zip(("keys_read", "keys_seen"), counts.tolist()):
+                setattr(self.generation, name, getattr(self.generation, name) + count)
+                totals[name] += count
         self.counts = []
 
     @property

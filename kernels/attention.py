@@ -418,9 +418,7 @@ def tiles_kernel(expanded, head_dim, gated, packed, sparse=False):
             first = uint32(number * uint32(PAGE))
             last = uint32(last_key - first)
             next_page, number = page, uint32(number + uint32(1))
-            if sparse:
-                number = next_kept(kept, kept_row, number, end)
-            if number < end:
+            if not sparse and number < end:
                 next_page = head_of_page(block_table, max_pages, slot, number, kv_head, n_kv)
             # Does a row of the warp see a key? Signed: it may stand before the piece.
             sees = int32(first) < int32(position + uint32(ROWS)) and row < rows
@@ -479,9 +477,14 @@ def tiles_kernel(expanded, head_dim, gated, packed, sparse=False):
                 cuda.syncthreads()
                 if part < uint32(n_parts - 1):
                     load_values(loaded, v_pages, page, uint32(1), last, lane, warp)
-                elif number < end:
-                    left = uint32(last_key - uint32(number * uint32(PAGE)))
-                    load_keys(loaded, k_pages, next_page, uint32(0), left, lane, warp)
+                else:
+                    if sparse:          # only here: before, there are no registers left to hold it
+                        number = next_kept(kept, kept_row, number, end)
+                        if number < end:
+                            next_page = head_of_page(block_table, max_pages, slot, number, kv_head, n_kv)
+                    if number < end:
+                        left = uint32(last_key - uint32(number * uint32(PAGE)))
+                        load_keys(loaded, k_pages, next_page, uint32(0), left, lane, warp)
                 if sees:
                     for c in range(uint32(tile_values // CHAIN)):
                         h = cuda.local.array(n_chains, uint32)

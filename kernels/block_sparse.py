@@ -101,6 +101,9 @@ class Chooser(NamedTuple):
     def alloc(cls, card, sizes, rows, max_pages, n_slots):
         """sizes: query heads, KV heads, and values of a head; rows: of a pass at most; max_pages: of a slot."""
         n_heads, n_kv, head_dim = sizes
+        if MEANS * n_heads // n_kv > MOST_MEANS:
+            raise ValueError(f"sparse attention takes {MOST_MEANS // MEANS} query heads for a KV head, not "
+                             f"{n_heads // n_kv} query heads")
         query_pages = -(-rows // PAGE)
         at_once = min(query_pages, TURN_ROWS // PAGE)
         return cls(card.alloc((at_once * MEANS, n_heads, head_dim), np.float16, "mean queries"),
