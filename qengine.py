@@ -482,10 +482,9 @@ class Attention:
         rope.norm_rope_q(card, s.q, qkv, n, turned=pages.format.turned)
         with run.batch.in_order():
             kv_cache.store_kv(card, pages, qkv, places, n)
-        is_sparse = run.sparse_from is not None
-        with run.batch.in_turns(pages.format.expands or is_sparse):
+        with run.batch.in_turns(pages.format.expands or run.sparse_from is not None):
             kept = block_sparse.choose_pages(card, model.chooser, s.q, self.heads, pages, places, n, run.sparse_from,
-                                             piece=model.piece) if is_sparse else None
+                                             piece=model.piece)
             attention.attend_prefill(card, s.attended, s.q, qkv, pages, places, n, tiles=run.tiles, piece=model.piece,
                                      sums=u.x, kept=kept)
         if self.out_proj.is_quantized:
@@ -1589,10 +1588,6 @@ class Pipeline:
         """A task that gives the reports of tokens of a prompt, as `Stage.score_prompt`."""
         return self.last.worker.post(self.last.score_prompt, tokens)
 
-    def count_kept(self, slot: int) -> list[Task]:
-        """Tasks that give the counts of a slot's sparse prompt, of each stage (`Chooser.count`)."""
-        return [stage.worker.post(stage.model.chooser.count, slot) for stage in self.stages]
-
     def logits(self, row: int, n: int) -> np.ndarray:
         """The logits [n, n_vocab] after rows `row`, `row` + 1, ... of the pass queued last."""
         return self.last.worker.ask(self.last.read_logits, row, n).result()
@@ -1903,7 +1898,8 @@ class Scheduler(Rounds):
         if sequence.in_prompt:
             return
         if sequence.generation.is_sparse:
-            sequence.counts = self.pipeline.count_kept(sequence.slot)
+            sequence.counts = [stage.worker.post(stage.model.chooser.count, sequence.slot)
+                               for stage in self.pipeline.stages]
         self._constrain([sequence], 1)
         if sequence in self.running:
             self._reserve(sequence, end + 1)            # the draft block keeps the token that is chosen now
@@ -2201,9 +2197,9 @@ class Engine(TextOnly, TextEngine):
         running requests), kv_pages_cached (for later prompts) or kv_pages_free; checkpoints, and how many of them are
         checkpoints_on_card. Counts since the start: requests, prompt_tokens, cached_tokens (those of prompts that were
         not computed), cache_hits (requests with cached tokens), generated_tokens, keys_seen (pages of keys before the
-        queries of sparse prompts, over layers and KV heads), keys_read (of these), checkpoints_spilled (to host memory),
-        checkpoints_fetched (back from it), checkpoints_dropped (for want of room); and, as tuples with a count for
-        each position of a draft in its check, drafts_checked and drafts_accepted."""
+        queries of sparse prompts, over layers and KV heads) and keys_read (of these), checkpoints_spilled (to host
+        memory), checkpoints_fetched (back from it), checkpoints_dropped (for want of room); and, as tuples with a count
+        for each position of a draft in its check, drafts_checked and drafts_accepted."""
         return self.scheduler.stats()
 
     def clear_cache(self):
@@ -2318,9 +2314,8 @@ def load(model: str | Path | OpenModel = DEFAULT_MODEL, card: str | Card | list[
     draft: most drafts of an answer in a decode step, 0 to 7; "off" is 0, "auto" is as many as pay. expert_memory: bytes
     of each card for experts (engine/expert_store.py); by default for all. products: what multiplies the rows of
     prompts, "dp4a", "tensor" or the faster (kernels/products.py). kv: a format of kernels/kv_formats.py. sparse: long
-    prompts leave out keys of little weight (kernels/block_sparse.py): "off", where requests "ask", "on" unless they
-    refuse. mmproj: the file of a model's eyes, "synthetic", "none"; by default of the Hub. image_tokens: fewest and
-    most of a picture.
+    prompts leave out keys (kernels/block_sparse.py): "off", "ask" where requests do, "on" unless they refuse. mmproj:
+    file of a model's eyes, "synthetic", "none"; by default of the Hub. image_tokens: fewest and most of a picture.
     Raises ModelError, RequestError, CompileError, CardError (OutOfMemory shows what did not fit, and what would).
     """
     opened = (model if isinstance(model, OpenModel) else open_model(model)).keeping(kv)

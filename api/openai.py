@@ -8,7 +8,7 @@ import json
 import time
 import uuid
 
-from engine.request import STOP_LETTERS, Delta, Request, RequestError
+from engine.request import STOP_LETTERS, Delta, Request, RequestError, share_read
 
 from . import chat, field_table
 from .endpoint import Endpoint, WireProtocol

@@ -90,7 +90,8 @@ def quality(options):
         examples = evaluate.held_out(f"recall {length:,}", tasks.TASKS["recall"][1], length, options.n)
         began = time.perf_counter()
         dense, score, _ = answers(engine, examples, False)
-        print(f"{length:<8,}{'dense':16}{'':>10}{100 * score:>6.1f} %  ({time.perf_counter() - began:.0f} s)", flush=True)
+        seconds = time.perf_counter() - began
+        print(f"{length:<8,}{'dense':16}{'':>10}{100 * score:>6.1f} %  ({seconds:.0f} s)", flush=True)
         texts = [evaluate.request_of(engine, "recall", each).prompt_ids for each in examples[:options.scored]]
         by_token = compared(engine, texts, rules)
         for name, block_sparse.RULE in rules.items():
@@ -133,9 +134,9 @@ def speed(options):
         if products == "auto" or sparse or options.all:
             use_products(engine, products)
             seconds, share = prompt_seconds(engine, ids, sparse)
-            print(f"{options.tokens:,} tokens, products {products}, {'sparse' if sparse else 'dense'}: {seconds:.2f} s, "
-                  f"{options.tokens / seconds:,.0f} tokens/s" + (f", {100 * share:.1f} % of the keys" if share else ""),
-                  flush=True)
+            print(f"{options.tokens:,} tokens, products {products}, {'sparse' if sparse else 'dense'}: "
+                  f"{seconds:.2f} s, {options.tokens / seconds:,.0f} tokens/s"
+                  + (f", {100 * share:.1f} % of the keys" if share else ""), flush=True)
     c, card = engine.config, engine.cards[0]
     engine.close()
     kernels(card, heads_of(c.n_heads, c.n_kv_heads), options.tokens, KV_FORMATS["float16"])

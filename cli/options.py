@@ -50,7 +50,8 @@ GOES_WITH = {"raw": ["prompt"], "slots": ["serve", "plan", "print_config"], "kv_
                               "expert_hits"], ["bench"]),
              "draft": ["prompt", "chat", "serve", "bench", "plan"], "image": ["prompt"],
              **dict.fromkeys(["mmproj", "image_tokens"], ["image", "chat", "serve", "plan"]),
-             **dict.fromkeys(["products", "memory", "sparse"], ["prompt", "chat", "serve", "perplexity", "bench", "plan"]),
+             **dict.fromkeys(["products", "memory", "sparse"],
+                             ["prompt", "chat", "serve", "perplexity", "bench", "plan"]),
              "system": ["prompt", "chat"],
              **dict.fromkeys([*SAMPLING, "thinking", "chat_template_kwargs", "repetition_guard"],
                              ["prompt", "chat", "serve"])}
@@ -307,9 +308,9 @@ def add_machine(parser: Parser):
                               "(q8+3), in 4 bits (q4) or in 3 (q3); fewer bits make room for longer texts, and "
                               f"answers less exact (default: {FLOAT16})")
     machine.add_argument("--sparse", metavar="WHEN", nargs="?", choices=SPARSE, const="on", default="off",
-                         help="long prompts leave out keys of little weight, chosen for each 64 tokens, which reads them "
-                              "faster and changes answers a little: on, unless a request refuses; ask, only where a "
-                              "request asks (\"sparse\": true); without WHEN, on (default: off)")
+                         help="long prompts leave out keys of little weight, which reads them faster and changes "
+                              "answers a little: on, unless a request refuses; ask, only where a request asks "
+                              '("sparse": true); without WHEN, on (default: off)')
     for where, default in ("", "a quarter of what is free"), ("host-", "an eighth of the machine's"):
         machine.add_argument(f"--checkpoint-{where}memory", metavar="MB", type=within(int, 0, 2**31 - 1),
                              help=f"{'host' if where else 'card'} memory for the states that spare later prompts "

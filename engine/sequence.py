@@ -64,7 +64,7 @@ class Sequence(Branch):
     def take_counts(self, totals: dict):
         """How many pages of keys a sparse prompt has read, for its generation and for the totals of all. The passes of
         the prompt are over."""
-        for task in self.counts:
+        for task in self.counts:        # of each stage
             counts, event = task.result()
             event.synchronize()
             for name, count in zip(("keys_read", "keys_seen"), counts.tolist()):

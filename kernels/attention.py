@@ -567,8 +567,8 @@ def attend_prefill(card, out, q, qkv, pages, places, rows, *, tiles=None, piece=
     tiles, int32 [blocks, 3] of `tiles_of`, parts of texts. q float16 [rows, heads, head_dim] as `norm_rope_q` makes it;
     of `qkv` the gates are read.
 
-    kept: of a sparse prompt, whose first row is at a multiple of 64, which pages are read; uint32 [query pages, n_kv,
-    words]. For pages of few bits, which know no tiles: piece, a kernels/kv_expand.py Piece, and sums, any float32 array of at
+    kept: the pages that a sparse prompt reads, uint32 [query pages, n_kv, words]; its first row is at a multiple of 64.
+    For pages of few bits, which know no tiles: piece, a kernels/kv_expand.py Piece, and sums, any float32 array of at
     least heads * 32 elements for each of the rows, rounded up to ROWS. Writes out, piece and sums, never allocates."""
     heads, products = qkv.heads, qkv.products
     expanded, max_pages = pages.format.expands, pages.block_table.shape[1]

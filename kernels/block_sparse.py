@@ -47,9 +47,9 @@ import numpy as np
 from numba import cuda
 from numba.types import float32, int32, uint32, uint64
 
-from kernels.attention import (EVERY_LANE, KEY_STRIDE, LOADED, LOG2E, MINUS_INFINITY, PAGE, ROWS, TILE, TILE_DIMS, WARPS,
-                               half_warp_max, half_warp_sum, load_functions, paged, power_of_two, product_functions,
-                               store_tile)
+from kernels.attention import (EVERY_LANE, KEY_STRIDE, LOADED, LOG2E, MINUS_INFINITY, PAGE, ROWS, TILE, TILE_DIMS,
+                               WARPS, half_warp_max, half_warp_sum, load_functions, paged, power_of_two,
+                               product_functions, store_tile)
 from kernels.bench import Case, main
 from kernels.card import Array
 from kernels.intrinsics import (div_rn, float_max, half2_high, half2_low, load_words4, log, pack_half2, round_to_int,
@@ -415,10 +415,12 @@ def keep_pages(kept, masses, levels, counts, row_slot, row_pos, first_query_page
 
 def choose_pages(card, chooser, q, heads, pages, places, rows, start, *, rule=None, piece=None, stream=None):
     """Returns chooser.kept, with the pages that each page of queries reads; chooser.counts grows. The rows are
-    consecutive tokens of one slot, the first one at position `start`, a multiple of 64. q float16 [rows, heads,
-    head_dim] as `norm_rope_q` makes it; heads: a kernels/rope.py Heads. For pages of few bits: piece, a
-    kernels/kv_expand.py Piece, of whole 32 pages. rule: by default RULE. Writes chooser and piece, never
-    allocates."""
+    consecutive tokens of one slot, the first one at position `start`, a multiple of 64. start None: they read every
+    page, so there is nothing to choose; returns None. q float16 [rows, heads, head_dim] as `norm_rope_q` makes it;
+    heads: a kernels/rope.py Heads. For pages of few bits: piece, a kernels/kv_expand.py Piece, of whole 32 pages. rule:
+    by default RULE. Writes chooser and piece, never allocates."""
+    if start is None:
+        return None
     rule, expanded = rule or RULE, pages.format.expands
     n_kv, level_rows, max_pages = chooser.levels.shape
     levels, means, masses = (array.reshape(-1) for array in (chooser.levels, chooser.means, chooser.masses))
@@ -532,7 +534,8 @@ def cases(card):
     """The checked cases, then the time of a chunk of 8,192 rows at the end of a context, beside attention's."""
     for format in KV_FORMATS.values():
         for case in CASES:
-            yield Case(f"{case[0]} {case[1]}, {format.name}", lambda format=format, case=case: check(card, format, case))
+            yield Case(f"{case[0]} {case[1]}, {format.name}",
+                       lambda format=format, case=case: check(card, format, case))
 
 
 if __name__ == "__main__":

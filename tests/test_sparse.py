@@ -3,17 +3,21 @@ setting never serves the other."""
 
 import hashlib
 import json
+import logging
 import sys
 
 import numpy as np
 import pytest
 
 import qengine
+from cli.engines import asked
+from cli.options import build_parser
 from engine.request import RequestError
 from kernels import block_sparse
 from kernels.kv_formats import KV_FORMATS
 from kernels.open import open_cards
 from kernels.rope import QWEN3, QWEN35
+from tests.clients import app_of
 from tests.kinds import KV_BY_KIND
 from tests.models import TINY
 from tests.oracle import DATA
@@ -171,6 +175,46 @@ def test_who_may_ask(card):
         loaded(card, sparse="maybe")
     with pytest.raises(RequestError, match="read texts whole"):
         qengine.load("synthetic:qwen3-tiny-embedding", card=card, sparse="on", progress=False)
+
+
+def post(web, body):
+    """The answer to a request for text, when all is written of it."""
+    with web.post("/v1/completions", json=body) as response:
+        return response.json
+
+
+def test_a_server_tells_what_was_read(card, caplog):
+    """In the usage and in the log of a sparse request, and in the sums for Prometheus; of others it says nothing."""
+    engine = loaded(card, sparse="ask")
+    with caplog.at_level(logging.INFO, "qengine.requests"):
+        web, body = app_of(engine).test_client(), {"model": "m", "prompt": PROMPT, "max_tokens": 4}
+        told = [post(web, body | more)["usage"]["prompt_tokens_details"]
+                for more in ({}, {"sparse": True}, {"sparse": False})]
+        wrong = post(web, body | {"sparse": 1})
+        lines = web.get("/metrics").text.splitlines()
+    counts = engine.stats()
+    share = counts["keys_read"] / counts["keys_seen"]
+    assert [details.get("keys_read") for details in told] == [None, round(share, 4), None] and share < 0.6
+    said = [record.getMessage() for record in caplog.records if "/v1/completions" in record.getMessage()]
+    assert [f"keys_read={share:.3f}" in line for line in said] == [False, True, False, False]
+    for name in "keys_read", "keys_seen":
+        assert any(line.startswith(f"qengine:sparse_{name}_total") and float(line.split()[-1]) == counts[name]
+                   for line in lines)
+    assert "'sparse' must be true or false" in wrong["error"]["message"]
+    engine.close()
+
+
+def test_a_server_without_the_option_refuses_the_request(card):
+    engine = loaded(card, sparse="off", ctx=256)
+    refused = post(app_of(engine).test_client(), {"model": "m", "prompt": PROMPT[:9], "sparse": True})
+    assert "--sparse" in refused["error"]["message"] and refused["error"]["param"] == "sparse"
+    engine.close()
+
+
+@pytest.mark.parametrize("said, wish", [([], "off"), (["--sparse"], "on"), (["--sparse", "ask"], "ask"),
+                                        (["--sparse=off"], "off")])
+def test_the_command_line(said, wish):
+    assert asked(build_parser().parse_args(["-p", "hi", *said]))["sparse"] == wish
 
 
 @pytest.mark.parametrize("heads, most", [((16, 4, QWEN35[0]), 50e6), ((32, 2, QWEN35[0]), 80e6),
