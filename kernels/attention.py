@@ -159,15 +159,25 @@ def store_tile(words, address, stride):
 
 
 @cuda.jit(device=True, forceinline=True)
-def next_kept(kept, row, number, end):
-    """The first kept page from `number` on, of the words from `row` on; `end` if there is none before it."""
-    while number < end:
-        word = uint32(kept[uint32(row + uint32(number >> uint32(5)))] >> uint32(number & uint32(31)))
-        if word != uint32(0):
-            zeros = uint32(cuda.popc(uint32(uint32(~word) & uint32(word - uint32(1)))))
-            return uint32(min(uint32(number + zeros), end))
+def count_kept(kept, row, end):
+    """How many of the pages 0 .. end - 1 are kept, of the words from `row` on."""
+    n = uint32(0)
+    for i in range(uint32(end // uint32(32))):
+        n = uint32(n + uint32(cuda.popc(uint32(kept[uint32(row + uint32(i))]))))
+    rest = uint32(uint32(uint32(1) << uint32(end & uint32(31))) - uint32(1))
+    if rest != uint32(0):
+        n = uint32(n + uint32(cuda.popc(uint32(uint32(kept[uint32(row + uint32(end // uint32(32)))]) & rest))))
+    return n
+
+
+@cuda.jit(device=True, forceinline=True)
+def next_kept(kept, row, number):
+    """The first kept page from `number` on. There must be one."""
+    word = uint32(uint32(kept[uint32(row + uint32(number >> uint32(5)))]) >> uint32(number & uint32(31)))
+    while word == uint32(0):
         number = uint32(uint32(number | uint32(31)) + uint32(1))
-    return end
+        word = uint32(kept[uint32(row + uint32(number >> uint32(5)))])
+    return uint32(number + uint32(cuda.popc(uint32(uint32(~word) & uint32(word - uint32(1))))))
 
 
 def load_functions(head_dim):
@@ -324,6 +334,8 @@ def tiles_kernel(expanded, head_dim, gated, packed, sparse=False):
         q_tile = cuda.shared.array(n_query, uint32)
         tile = cuda.shared.array(TILE, uint32)
         p_tile = cuda.shared.array(P_TILE, uint32)
+        if sparse:
+            words_at = cuda.shared.array(1, uint32)     # where the words of `kept` begin, for want of registers
         # Local arrays: all indices are constants once unrolled, so these are registers.
         o = cuda.local.array(n_outputs, float32)
         s = cuda.local.array(16, float32)
@@ -355,16 +367,19 @@ def tiles_kernel(expanded, head_dim, gated, packed, sparse=False):
             position, last_key = uint32(position - first_key), uint32(last_key - first_key)
             slot, is_last = uint32(0), last_key < n_keys
             last_key = uint32(min(last_key, uint32(n_keys - uint32(1))))
-        number, end = uint32(0), uint32(uint32(last_key // uint32(PAGE)) + uint32(1))   # of the pages to be read
-        kept_row = uint32(0)
+        n_visits = uint32(uint32(last_key // uint32(PAGE)) + uint32(1))     # pages that are read
+        kept_row, place = uint32(0), uint32(0)
         if sparse:
             query_page = uint32(uint32(first_unit // group) // uint32(PAGE // ROWS))
             kept_row = uint32(uint32(uint32(query_page * n_kv) + kv_head) * n_words)
             if expanded:    # pages count from the piece's first one, a multiple of 32, in `kept`, too
                 kept_row = uint32(kept_row + uint32(first_page // uint32(32)))
-            number = next_kept(kept, kept_row, number, end)
-            if number == end:
+            n_visits = count_kept(kept, kept_row, n_visits)
+            if n_visits == uint32(0):
                 return
+            if lane == uint32(0) and warp == uint32(0):
+                words_at[0] = kept_row
+            place = next_kept(kept, kept_row, uint32(0))
         upper, key_lane = uint32(lane & uint32(1)), uint32(lane >> uint32(1))
         own, row_lane = uint32(0), lane     # the first row of the warp whose output is the lane's; its place in a row
         if n_rows != ROWS:
@@ -412,14 +427,15 @@ def tiles_kernel(expanded, head_dim, gated, packed, sparse=False):
         put_value = shared_address(tile) + uint64(
             uint32(uint32(uint32(warp * uint32(rows_at_once)) + uint32(lane // uint32(32 // rows_at_once)))
                    * uint32(4 * q_stride) + uint32(16) * uint32(lane % uint32(32 // rows_at_once))))
-        page = head_of_page(block_table, max_pages, slot, number, kv_head, n_kv)
-        load_keys(loaded, k_pages, page, uint32(0), uint32(last_key - uint32(number * uint32(PAGE))), lane, warp)
-        while number < end:
+        page = head_of_page(block_table, max_pages, slot, place, kv_head, n_kv)
+        load_keys(loaded, k_pages, page, uint32(0), uint32(last_key - uint32(place * uint32(PAGE))), lane, warp)
+        for visit in range(n_visits):
+            number = place if sparse else uint32(visit)
             first = uint32(number * uint32(PAGE))
             last = uint32(last_key - first)
-            next_page, number = page, uint32(number + uint32(1))
-            if not sparse and number < end:
-                next_page = head_of_page(block_table, max_pages, slot, number, kv_head, n_kv)
+            next_page = page
+            if not sparse and last >= uint32(PAGE):
+                next_page = head_of_page(block_table, max_pages, slot, uint32(number + uint32(1)), kv_head, n_kv)
             # Does a row of the warp see a key? Signed: it may stand before the piece.
             sees = int32(first) < int32(position + uint32(ROWS)) and row < rows
             for i in range(uint32(16)):
@@ -477,14 +493,14 @@ def tiles_kernel(expanded, head_dim, gated, packed, sparse=False):
                 cuda.syncthreads()
                 if part < uint32(n_parts - 1):
                     load_values(loaded, v_pages, page, uint32(1), last, lane, warp)
-                else:
-                    if sparse:          # only here: before, there are no registers left to hold it
-                        number = next_kept(kept, kept_row, number, end)
-                        if number < end:
-                            next_page = head_of_page(block_table, max_pages, slot, number, kv_head, n_kv)
-                    if number < end:
-                        left = uint32(last_key - uint32(number * uint32(PAGE)))
+                elif sparse:        # the next page is looked for only here, for want of registers
+                    if uint32(uint32(visit) + uint32(1)) < n_visits:
+                        place = next_kept(kept, uint32(words_at[0]), uint32(place + uint32(1)))
+                        next_page = head_of_page(block_table, max_pages, slot, place, kv_head, n_kv)
+                        left = uint32(last_key - uint32(place * uint32(PAGE)))
                         load_keys(loaded, k_pages, next_page, uint32(0), left, lane, warp)
+                elif last >= uint32(PAGE):
+                    load_keys(loaded, k_pages, next_page, uint32(0), uint32(last - uint32(PAGE)), lane, warp)
                 if sees:
                     for c in range(uint32(tile_values // CHAIN)):
                         h = cuda.local.array(n_chains, uint32)
