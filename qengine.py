@@ -2298,8 +2298,7 @@ def load(model: str | Path | OpenModel = DEFAULT_MODEL, card: str | Card | list[
          kv: str | None = None, sparse: str = "off", mmproj: str | Path | None = None,
          image_tokens: tuple[int, int] | None = None) -> Engine | Pooling:
     """Load a GGUF file, one of the Hub by the name "hf:OWNER/NAME:Q4_K_M", or random weights by the name
-    "synthetic:0.8b", "synthetic:9b:q4_k", ..., ready to generate. An embedding or a reranking model becomes a Pooling
-    engine (engine/packing.py), which has `embed` or `rerank`.
+    "synthetic:9b:q4_k", ready to generate. Of an embedding or a reranking model, a Pooling engine (engine/packing.py).
 
     model: its path or name, or what `open_model` made of that; by default the model that comes with qengine.
     card: a Card, a list of Cards that share the layers, or a name for `kernels.open.open_cards`. By default the first
@@ -2308,9 +2307,8 @@ def load(model: str | Path | OpenModel = DEFAULT_MODEL, card: str | Card | list[
     ctx: tokens of a slot, prompt and answer together, or of a text. slots: answers that are generated at the same time.
     chunk: tokens of a prompt per pass at most, a multiple of 64 to 8,192; by default what suits card and model.
     progress: print the cards and a progress bar on stderr. memory: bytes of each card for engines (`Card.limit`).
-    kv_tokens: room for keys and values, in tokens, of all slots and of what is kept for later prompts; at least ctx.
-    checkpoint_memory, checkpoint_host_memory: bytes for the states from which later prompts go on, on card and host.
-    `engine.plan.choose_sizes` has the defaults of these three.
+    kv_tokens: room for keys and values, in tokens, of all slots and what is kept for later prompts, at least ctx;
+    checkpoint_memory, checkpoint_host_memory: bytes for states from which those go on. Defaults: `plan.choose_sizes`.
     draft: most drafts of an answer in a decode step, 0 to 7; "off" is 0, "auto" is as many as pay. expert_memory: bytes
     of each card for experts (engine/expert_store.py); by default for all. products: what multiplies the rows of
     prompts, "dp4a", "tensor" or the faster (kernels/products.py). kv: a format of kernels/kv_formats.py. sparse: long
@@ -2320,9 +2318,9 @@ def load(model: str | Path | OpenModel = DEFAULT_MODEL, card: str | Card | list[
     """
     opened = (model if isinstance(model, OpenModel) else open_model(model)).keeping(kv)
     demand = opened.demand(ctx, draft, slots=slots, chunk=chunk, kv_tokens=kv_tokens, split=split, memory=memory,
-                           expert_memory=expert_memory, products=products, sparse=sparse, mmproj=mmproj,
-                           image_tokens=image_tokens, checkpoint_memory=checkpoint_memory,
-                           checkpoint_host_memory=checkpoint_host_memory)
+                           expert_memory=expert_memory, products=products, mmproj=mmproj, image_tokens=image_tokens,
+                           checkpoint_memory=checkpoint_memory, checkpoint_host_memory=checkpoint_host_memory,
+                           sparse=sparse)
     planner = measured_planner(opened, card, demand)
     config, cards, free = opened.config, planner.cards, sum(card.free_bytes for card in planner.cards)
     if progress:
