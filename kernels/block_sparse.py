@@ -10,11 +10,9 @@ kernels/attention.py reads no other. Of a page of queries and its group of query
     kept     = the fewest pages whose M_p are the largest and hold all but 2^-s of the sum of all M_p,
                but at most a budget of n / share + base pages of the n that these queries see
 
-Queries are averaged, keys are not: one key that matters is seen in a page of 64. A mean of queries costs a 16th of
-their products, and finds as much of the true weights as the queries themselves (benchmarks/results.md, section sparse
-prompts, which also compares means of keys and sums of anti-diagonals). The first pages of a text (`sinks`) and the
-nearest ones (`near`, with the page itself) are always kept, and so is everything while there are few pages (`dense`).
-`Rule` holds these numbers.
+Queries are averaged, keys are not: one key that matters is seen in a page of 64. Sums of anti-diagonals, which cost as
+much, and means of keys find less of the true weights (benchmarks/results.md, section block_sparse). The first pages of a text (`sinks`) and the nearest ones (`near`, with the
+page itself) are always kept, and so is everything while there are few pages (`dense`). `Rule` holds these numbers.
 
     q          float16 [rows, heads, D]         rotated, with attention's scale, as for kernels/attention.py
     pages      of keys, in a KV format (kernels/kv_formats.py)
@@ -456,7 +454,7 @@ CASES = [((4, 2, 0, 700), QWEN35, FEW), ((2, 1, 128, 513), QWEN35, FEW), ((16, 4
          ((16, 1, 320, 17), QWEN3, FEW._replace(base=9, spare=2)), ((4, 2, 0, 200), QWEN35, RULE),
          ((2, 1, 0, 2200), QWEN3, FEW._replace(near=1, base=0, share=9, spare=20))]
 # (heads, n_kv, first position, rows), shape of the heads, rule
-TIMED = [(16, 4, 8192, 131072)]     # heads, n_kv, rows, tokens
+TIMED = [(16, 4, 512, 4608), (16, 4, 2048, 18432)]      # heads, n_kv, rows, tokens
 LEVEL_TOLERANCE = 0.02              # a score is within 2^-10 of its products' sum of 2 or so, in powers of two
 
 
@@ -483,6 +481,15 @@ def unpacked(kept, number):
     """The bits of pages 0 .. number of words uint32 [.., words] as bools [.., number + 1]."""
     bits = np.unpackbits(np.ascontiguousarray(kept).view(np.uint8), axis=-1, bitorder="little")
     return bits[..., :number + 1].astype(bool)
+
+
+def launcher(card, heads, n, rows):
+    """A function that queues a choice of the last rows of n tokens, in float16."""
+    q, k = sample_text(heads, n, rows)
+    pages, q = upload_keys(card, KV_FORMATS["float16"], k), card.upload(q)
+    chooser = Chooser.alloc(card, (heads.n_heads, heads.n_kv_heads, heads.head_dim), rows, n // PAGE + 2, 1)
+    places = Places(card.zeros(rows, np.int32), card.upload(np.arange(n - rows, n, dtype=np.int32)))
+    return lambda: choose_pages(card, chooser, q, heads, pages, places, rows, n - rows)
 
 
 def check(card, format, case):
@@ -531,11 +538,16 @@ def check(card, format, case):
 
 
 def cases(card):
-    """The checked cases, then the time of a chunk of 8,192 rows at the end of a context, beside attention's."""
+    """The checked cases, then the times of a chunk of rows at the end of a context."""
     for format in KV_FORMATS.values():
         for case in CASES:
             yield Case(f"{case[0]} {case[1]}, {format.name}",
                        lambda format=format, case=case: check(card, format, case))
+    for n_heads, n_kv, rows, n in TIMED:
+        heads = heads_of(n_heads, n_kv)
+        n_ops = 2 * heads.head_dim * n_heads * rows // MEAN * n
+        yield Case(f"{rows} rows of {n}, {n_heads}/{n_kv} heads", launch=launcher(card, heads, n, rows), n_ops=n_ops,
+                   pipe="half2")
 
 
 if __name__ == "__main__":
