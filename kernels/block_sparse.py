@@ -49,7 +49,7 @@ from kernels.attention import (EVERY_LANE, KEY_STRIDE, LOADED, LOG2E, MINUS_INFI
                                WARPS, half_warp_max, half_warp_sum, load_functions, paged, power_of_two,
                                product_functions, store_tile)
 from kernels.bench import Case, main
-from kernels.card import Array
+from kernels.card import Array, CardError
 from kernels.intrinsics import (div_rn, float_max, half2_high, half2_low, load_words4, log, pack_half2, round_to_int,
                                 shared_address, store_words4, warp_max, warp_sum)
 from kernels.kv_cache import Pages, head_of_page, read_pages
@@ -100,8 +100,8 @@ class Chooser(NamedTuple):
         """sizes: query heads, KV heads, and values of a head; rows: of a pass at most; max_pages: of a slot."""
         n_heads, n_kv, head_dim = sizes
         if MEANS * n_heads // n_kv > MOST_MEANS:
-            raise ValueError(f"sparse attention takes {MOST_MEANS // MEANS} query heads for a KV head, not "
-                             f"{n_heads // n_kv} query heads")
+            raise CardError(f"sparse prompts take at most {MOST_MEANS // MEANS} query heads for a KV head, and the "
+                            f"model has {n_heads // n_kv}")
         query_pages = -(-rows // PAGE)
         at_once = min(query_pages, TURN_ROWS // PAGE)
         return cls(card.alloc((at_once * MEANS, n_heads, head_dim), np.float16, "mean queries"),

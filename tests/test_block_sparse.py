@@ -6,6 +6,7 @@ import pytest
 from kernels import attention, block_sparse
 from kernels.attention import attend_prefill, head_error, piece_of, sample_inputs, upload_gates, upload_pages
 from kernels.block_sparse import FEW, RULE, Chooser, choose_pages, kept_reference, sample_text, unpacked, upload_keys
+from kernels.card import CardError
 from kernels.kv_expand import Piece
 from kernels.kv_formats import KV_FORMATS, PAGE, turned_back
 from kernels.records import Places
@@ -148,5 +149,5 @@ def test_attention_of_kept_pages_does_not_depend_on_pieces(card, format):
 
 
 def test_heads_that_too_many_share_are_refused(card):
-    with pytest.raises(ValueError, match="17 query heads"):
+    with pytest.raises(CardError, match="the model has 17"):
         Chooser.alloc(card, (17, 1, 128), 64, 4, 1)
