@@ -11,7 +11,7 @@ from kernels.kv_expand import Piece
 from kernels.kv_formats import KV_FORMATS, PAGE, turned_back
 from kernels.records import Places
 from kernels.rope import QWEN3, QWEN35, heads_of
-from tests.kinds import of_formats
+from tests.kinds import KV_BY_KIND, of_formats
 
 FLOAT16 = KV_FORMATS["float16"]
 
@@ -105,8 +105,7 @@ def attended(card, format, heads, inputs, kept=None, n_pages=32):
     return card.download(out)[:n]
 
 
-@pytest.mark.parametrize("format", KV_FORMATS.values(), ids=KV_FORMATS)
-@pytest.mark.parametrize("case", [(4, 2, 300, QWEN35), (3, 1, 205, QWEN3), (24, 4, 140, QWEN35)], ids=str)
+@pytest.mark.parametrize("format, case", of_formats([(4, 2, 300, QWEN35), (3, 1, 205, QWEN3), (24, 4, 140, QWEN35)]))
 def test_attention_reads_the_kept_pages_alone(card, format, case):
     """As float64 does with the other keys left out; with all pages kept, the bits of dense attention."""
     n_heads, n_kv, n, shape = case
@@ -134,7 +133,7 @@ def test_attention_reads_the_kept_pages_alone(card, format, case):
                                   attended(card, format, heads, inputs))
 
 
-@pytest.mark.parametrize("format", ["q8", "q3"])
+@pytest.mark.parametrize("format", KV_BY_KIND)
 def test_attention_of_kept_pages_does_not_depend_on_pieces(card, format):
     """Pieces of 32 pages, of which one is kept nowhere, and all in one piece."""
     format, heads, n = KV_FORMATS[format], heads_of(2, 1, QWEN3), 72 * PAGE
