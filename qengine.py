@@ -74,7 +74,8 @@ from engine.plan import (CHUNK, LEAST_CHECKPOINTS, MICRO_BATCHES, CacheSizes, De
 from engine.pooling import SYNTHETIC_RERANK, RerankTemplate
 from engine.prefix import PAGE_TOKENS, PrefixCache, checkpoint_positions, pages_for
 from engine.recordings import Recordings
-from engine.request import DeadlineExceeded, Delta, EngineStopped, Fault, Generation, ModelError, Request, RequestError
+from engine.request import (DeadlineExceeded, Delta, EngineStopped, Fault, Generation, ModelError, Request,
+                            RequestError, is_sparse)
 from engine.rounds import Rounds
 from engine.scratch import Activation, Scratch, ScratchArray
 from engine.sampler import BUFFERS, FIRST_TOKENS, Sampler, Tokens
@@ -88,8 +89,9 @@ from engine.tokenizer import ByteTokenizer, Tokenizer, encode_prompt, load_token
 from engine.turns import Ticket, Turns
 from engine.weights import FileWeights, Loader, Stack, SyntheticWeights, Tensors, Weights, fits_blocks, is_factor
 from engine.worker import Task, Worker, stop_all
-from kernels import (advance, attend_decode, attention, checkpoint, conv, embedding, float_matmul, gdn, gdn_decode,
-                     kv_cache, kv_expand, logprobs, norm, pool, probe, q8_gemm, q8_gemv, quantize, rope, swiglu)
+from kernels import (advance, attend_decode, attention, block_sparse, checkpoint, conv, embedding, float_matmul, gdn,
+                     gdn_decode, kv_cache, kv_expand, logprobs, norm, pool, probe, q8_gemm, q8_gemv, quantize, rope,
+                     swiglu)
 from kernels.card import Array, Card, CardError, show_bytes
 from kernels.advance import answer_of
 from kernels.formats import FLOATS, FORMATS
@@ -265,6 +267,7 @@ class PromptPass:
     pictures: tuple                 # (row, Array [n, hidden] on the first card): takes the place of embeddings
     shares_card: bool               # whether other micro-batches run at the same time
     batch: MicroBatch | Alone       # puts what layers change, and memory that micro-batches share, in order
+    sparse_from: int | None         # where the first row stands in a sparse prompt; None: rows see all keys before them
 
     tiles: ClassVar = None
 
@@ -479,9 +482,11 @@ class Attention:
         rope.norm_rope_q(card, s.q, qkv, n, turned=pages.format.turned)
         with run.batch.in_order():
             kv_cache.store_kv(card, pages, qkv, places, n)
-        with run.batch.in_turns(pages.format.expands):
+        with run.batch.in_turns(pages.format.expands or run.sparse_from is not None):
+            kept = block_sparse.choose_pages(card, model.chooser, s.q, self.heads, pages, places, n, run.sparse_from,
+                                             piece=model.piece)
             attention.attend_prefill(card, s.attended, s.q, qkv, pages, places, n, tiles=run.tiles, piece=model.piece,
-                                     sums=u.x)
+                                     sums=u.x, kept=kept)
         if self.out_proj.is_quantized:
             quantize.quantize_q8(card, u.quantized, s.attended, n, u.k)
         else:
@@ -693,6 +698,7 @@ class Model:
         self.stride = max(stack.stride for layer in self.blocks for stack in layer.stacks())
         self.products = Products.of(self.card, wish)       # of prompts
         self.gemv = self.gemm = None    # a user's own products of Q8_0 matrices, see `Engine.use`
+        self.chooser: block_sparse.Chooser | None = None        # if prompts may be sparse
 
     def work(self) -> Work:
         """Of the layers. Of a draft block, what it adds to a pass over a prompt, and its pages."""
@@ -965,6 +971,7 @@ class PromptRows(NamedTuple):
     n: int
     numbers: list[int]
     copies: list            # see engine/sight.py (Seen)
+    is_sparse: bool = False
 
 
 class Stage:
@@ -997,6 +1004,9 @@ class Stage:
         self.max_rows = max(self.chunk, self.step_rows, HEAD_ROWS)
         self.gallery = self.sight.allocate(card, self.chunk) if self.sight else Gallery(0, 0)
         self.model.allocate(self.max_rows, self.step_rows)
+        if demand.sparse != "off":
+            self.model.chooser = block_sparse.Chooser.alloc(card, (config.n_heads, config.n_kv_heads, config.head_dim),
+                                                            self.chunk, pages_for(demand.n_ctx), demand.slots)
         self.sampler = None
         if self.model.head:
             self.sampler = Sampler(card, demand, config.n_vocab, self.max_rows)
@@ -1057,7 +1067,8 @@ class Stage:
         found = work(self, *arguments)
         return self.exit.send(n, freed) if self.exit else found
 
-    def queue_prompt(self, ids, slot: int, start: int, marks, seen: Seen | None, tap, n_layers: int | None = None):
+    def queue_prompt(self, ids, slot: int, start: int, marks, seen: Seen | None, tap, is_sparse: bool,
+                     n_layers: int | None = None):
         """Queue a pass over consecutive tokens of a slot. The hidden states stay in the model's scratch.x until the
         next pass. marks: (tokens of the pass, number of the checkpoint that is taken after them). seen: of pictures.
         n_layers: queue only so many layers of the pass, and the others by `continue_prompt`. Returns the event at the
@@ -1065,7 +1076,7 @@ class Stage:
         n, (rope, copies) = len(ids), seen or (None, [])
         set_rows(self.inputs, ids, [slot] * n, range(start, start + n), rope)
         inside = tuple(Mark(end, slot, self.n_slots + number) for end, number in marks if end < n)
-        self.prompt = PromptRows(slot, start, n, [number for end, number in marks if end == n], copies)
+        self.prompt = PromptRows(slot, start, n, [number for end, number in marks if end == n], copies, is_sparse)
         span = self._queue_part(self.launch_prompt, n, inside, tap, n_layers, is_last=n_layers is None)
         return self.card.default_stream.record() if n_layers is None else span
 
@@ -1081,7 +1092,7 @@ class Stage:
         return self._queue_part(self.layers_left.queue_timed, n_layers, is_last=n_layers is None)
 
     def _queue_part(self, launch, *arguments, is_last: bool):
-        slot, start, n, numbers, _ = self.prompt
+        slot, start, n, numbers, *_ = self.prompt
         with self.card.span(f"slot {slot}, {n} tokens from {start} on"):
             span = launch(*arguments)
             if is_last and self.model.block and n:
@@ -1191,7 +1202,8 @@ class Stage:
         inside = tuple(mark._replace(end=mark.end - start) for mark in marks if start < mark.end <= start + n)
         rows = dataclasses.replace(rows_of(self.inputs[start:], n_all), n=n)
         pictures = self.sight.shown(self.prompt.copies, start, n) if self.sight else ()
-        return PromptPass(rows, inside, pictures, n < n_all, batch)
+        return PromptPass(rows, inside, pictures, n < n_all, batch,
+                          self.prompt.start + start if self.prompt.is_sparse else None)
 
     def launch_step(self, shape: StepShape, group: int, buffer: int):
         before = (buffer - 1) % BUFFERS if self.sampler else 0
@@ -1269,6 +1281,8 @@ class Stage:
         for n, shares_card in sorted({(n, len(sizes) > 1) for sizes in batches for n in sizes}):
             run = dataclasses.replace(self.prompt_pass(0, n, n), shares_card=shares_card)
             self.model.forward(run, self.cache)
+        if self.model.chooser:          # a page of queries that chooses; one launch is for any number of rows
+            self.model.forward(dataclasses.replace(run, sparse_from=block_sparse.RULE.dense * PAGE_TOKENS), self.cache)
         return lengths
 
     def product_checks(self, gemv, gemm) -> list:
@@ -1460,6 +1474,8 @@ class Pipeline:
         """Make a slot ready for a new sequence. Its states begin as those of checkpoint `number`, or as zeros. lag: of
         its rotary positions in decode steps."""
         self.on_all(lambda stage: stage.cache.set_lag(slot, lag))
+        if self.last.model.chooser:
+            self.on_all(lambda stage: stage.model.chooser.forget(slot))
         if number is None:
             self.on_all(lambda stage: stage.cache.reset(slot))
         else:
@@ -1507,13 +1523,13 @@ class Pipeline:
         return tasks[1:]
 
     def prefill(self, ids, slot: int, start: int, marks=(), n_pieces: int | None = None, tap=None,
-                seen: Seen | None = None):
+                seen: Seen | None = None, is_sparse: bool = False):
         """A pass over a prompt: tokens of `slot` at positions start, start + 1, ...; start is a multiple of 64.
         marks: (tokens of the pass, number of the checkpoint to take after them), ascending; the tokens are a multiple
         of 64. n_pieces: queue only so many of the pieces that `piece_seconds` tells of; `continue_prefill` queues the
         others, and this returns a task that gives the Span. With a tap this returns when all is queued, or raises what
         the tap has raised. seen: of pictures, whose encoding must be queued."""
-        arguments = ids, slot, start, marks, seen, tap
+        arguments = ids, slot, start, marks, seen, tap, is_sparse
         if n_pieces is not None:
             return self.last.worker.post(self.last.queue_prompt, *arguments, n_pieces)
         if tap:
@@ -1709,7 +1725,8 @@ class Scheduler(Rounds):
         self.next_groups = itertools.cycle(range(pipeline.n_groups))
         self.turns = Turns(pipeline.n_stages)
         self.progress: Progress | None = None       # the pass of a prompt of which parts are queued, and parts are not
-        self.totals = dict.fromkeys(("requests", "cache_hits", "prompt_tokens", "cached_tokens", "generated_tokens"), 0)
+        self.totals = dict.fromkeys(("requests", "cache_hits", "prompt_tokens", "cached_tokens", "generated_tokens",
+                                     "keys_read", "keys_seen"), 0)
 
     def running_jobs(self) -> list[Generation]:
         return [s.generation for s in self.running]
@@ -1747,7 +1764,7 @@ class Scheduler(Rounds):
             if pages_for(n_tokens) > self._unpromised_pages():
                 raise RequestError("slots", f"running requests leave too few KV pages for {n_tokens} tokens")
             sequence = Sequence(Generation(Request([]), self.tokenizer), self.free_slots.pop(), pages_for(n_tokens),
-                                self.cache.root)
+                                self.cache.roots[False])
             try:
                 self._reserve(sequence, n_tokens)
                 yield sequence
@@ -1804,7 +1821,8 @@ class Scheduler(Rounds):
                 n_pages = self._pages_wanted(self.waiting[0].request)
                 if n_pages > self._unpromised_pages():
                     return
-                self.running.append(Sequence(self.waiting.popleft(), self.free_slots.pop(), n_pages, self.cache.root))
+                root = self.cache.roots[self.waiting[0].is_sparse]
+                self.running.append(Sequence(self.waiting.popleft(), self.free_slots.pop(), n_pages, root))
                 self.pace.join(self.running[-1].generation.drafts, self.running[-1].generation.request.draft)
             self.totals["requests"] += 1
 
@@ -1856,7 +1874,8 @@ class Scheduler(Rounds):
         else:
             marks, sequence = [(at - run.start, number) for at, number in run.marks], run.sequence
             span = self.pipeline.prefill(sequence.ids[run.start:run.end], sequence.slot, run.start, marks, *part,
-                                         seen=sequence.pictures.seen(run.start, run.end, self.pipeline.gallery))
+                                         seen=sequence.pictures.seen(run.start, run.end, self.pipeline.gallery),
+                                         is_sparse=sequence.generation.is_sparse)
         run.has_begun = True
         self.turns.add_part(sum(queued), span, has_answers)
         if not run.pieces:
@@ -1878,6 +1897,9 @@ class Scheduler(Rounds):
             sequence.scores.append(self.pipeline.score(following))
         if sequence.in_prompt:
             return
+        if sequence.generation.is_sparse:
+            sequence.counts = [stage.worker.post(stage.model.chooser.count, sequence.slot)
+                               for stage in self.pipeline.stages]
         self._constrain([sequence], 1)
         if sequence in self.running:
             self._reserve(sequence, end + 1)            # the draft block keeps the token that is chosen now
@@ -1890,7 +1912,7 @@ class Scheduler(Rounds):
         always computed, for its logits."""
         generation, tokens, known = sequence.generation, sequence.tokens, 0
         if sequence.uses_cache:
-            sequence.node, known = self.cache.find(tokens[:-1])
+            sequence.node, known = self.cache.find(tokens[:-1], sequence.node)
         sequence.pages = self.cache.enter(sequence.node)
         number = self.cache.fetch(sequence.node)
         self.pipeline.prepare_slot(sequence.slot, generation.request, number, sequence.pictures.lag)
@@ -1918,6 +1940,7 @@ class Scheduler(Rounds):
             self.turns.land(flight.ticket)
             if sequence in self.running:
                 sequence.take_scores()
+                sequence.take_counts(self.totals)
                 self._take_outcome(sequence, flight.tokens, [0], outcome)
 
     def _form_groups(self):
@@ -2112,6 +2135,7 @@ class Engine(TextOnly, TextEngine):
         self.name, self.details = opened.config.name, ModelDetails.of(opened.weights)
         self.pipeline, self.n_slots, self.chunk = pipeline, sizes.n_slots, planner.plan.chunk
         self.n_ctx, self.eyes = planner.demand.n_ctx, planner.demand.eyes and planner.demand.eyes.reader
+        self.sparse = planner.demand.sparse
         self.cards, self.spare = [stage.card for stage in pipeline.stages], planner.spare  # spare: opened, not used
         self.layers = [stage.layers for stage in pipeline.stages]      # of each card
         cache = PrefixCache(pipeline, sizes.n_pages, sizes.n_checkpoints, sizes.n_host_checkpoints)
@@ -2149,6 +2173,7 @@ class Engine(TextOnly, TextEngine):
             if constraint.error:
                 raise constraint.error
         generation = Generation(request, self.tokenizer, constraint_of(request, self.tokenizer, constraint), pictures)
+        generation.is_sparse = is_sparse(request, self.sparse)
         self.scheduler.submit(generation)
         return generation
 
@@ -2171,9 +2196,10 @@ class Engine(TextOnly, TextEngine):
         """Counts of this moment: requests_running, requests_waiting, slots; kv_pages, which are kv_pages_used (by
         running requests), kv_pages_cached (for later prompts) or kv_pages_free; checkpoints, and how many of them are
         checkpoints_on_card. Counts since the start: requests, prompt_tokens, cached_tokens (those of prompts that were
-        not computed), cache_hits (requests with cached tokens), generated_tokens, checkpoints_spilled (to host memory),
-        checkpoints_fetched (back from it), checkpoints_dropped (for want of room); and, as tuples with a count for
-        each position of a draft in its check, drafts_checked and drafts_accepted."""
+        not computed), cache_hits (requests with cached tokens), generated_tokens, keys_seen (pages of keys before the
+        queries of sparse prompts, over layers and KV heads) and keys_read (of these), checkpoints_spilled (to host
+        memory), checkpoints_fetched (back from it), checkpoints_dropped (for want of room); and, as tuples with a count
+        for each position of a draft in its check, drafts_checked and drafts_accepted."""
         return self.scheduler.stats()
 
     def clear_cache(self):
@@ -2269,11 +2295,10 @@ def load(model: str | Path | OpenModel = DEFAULT_MODEL, card: str | Card | list[
          kv_tokens: int | None = None, checkpoint_memory: int | None = None, *,
          checkpoint_host_memory: int | None = None, split: tuple[int, ...] | None = None,
          draft: int | str = "auto", expert_memory: int | None = None, products: str = "auto", memory: int | None = None,
-         kv: str | None = None, mmproj: str | Path | None = None,
+         kv: str | None = None, sparse: str = "off", mmproj: str | Path | None = None,
          image_tokens: tuple[int, int] | None = None) -> Engine | Pooling:
     """Load a GGUF file, one of the Hub by the name "hf:OWNER/NAME:Q4_K_M", or random weights by the name
-    "synthetic:0.8b", "synthetic:9b:q4_k", ..., ready to generate. An embedding or a reranking model becomes a Pooling
-    engine (engine/packing.py), which has `embed` or `rerank`.
+    "synthetic:9b:q4_k", ready to generate. Of an embedding or a reranking model, a Pooling engine (engine/packing.py).
 
     model: its path or name, or what `open_model` made of that; by default the model that comes with qengine.
     card: a Card, a list of Cards that share the layers, or a name for `kernels.open.open_cards`. By default the first
@@ -2282,19 +2307,20 @@ def load(model: str | Path | OpenModel = DEFAULT_MODEL, card: str | Card | list[
     ctx: tokens of a slot, prompt and answer together, or of a text. slots: answers that are generated at the same time.
     chunk: tokens of a prompt per pass at most, a multiple of 64 to 8,192; by default what suits card and model.
     progress: print the cards and a progress bar on stderr. memory: bytes of each card for engines (`Card.limit`).
-    kv_tokens: room for keys and values, in tokens, of all slots and of what is kept for later prompts; at least ctx.
-    checkpoint_memory, checkpoint_host_memory: bytes for the states from which later prompts go on, on card and host.
-    `engine.plan.choose_sizes` has the defaults of these three.
+    kv_tokens: room for keys and values, in tokens, of all slots and what is kept for later prompts, at least ctx;
+    checkpoint_memory, checkpoint_host_memory: bytes for states from which those go on. Defaults: `plan.choose_sizes`.
     draft: most drafts of an answer in a decode step, 0 to 7; "off" is 0, "auto" is as many as pay. expert_memory: bytes
     of each card for experts (engine/expert_store.py); by default for all. products: what multiplies the rows of
-    prompts, "dp4a", "tensor" or the faster (kernels/products.py). kv: a format of kernels/kv_formats.py. mmproj: the
+    prompts, "dp4a", "tensor" or the faster (kernels/products.py). kv: a format of kernels/kv_formats.py. sparse: long
+    prompts leave out keys (kernels/block_sparse.py): "off", "ask" where requests do, "on" unless they refuse. mmproj:
     file of a model's eyes, "synthetic", "none"; by default of the Hub. image_tokens: fewest and most of a picture.
     Raises ModelError, RequestError, CompileError, CardError (OutOfMemory shows what did not fit, and what would).
     """
     opened = (model if isinstance(model, OpenModel) else open_model(model)).keeping(kv)
     demand = opened.demand(ctx, draft, slots=slots, chunk=chunk, kv_tokens=kv_tokens, split=split, memory=memory,
                            expert_memory=expert_memory, products=products, mmproj=mmproj, image_tokens=image_tokens,
-                           checkpoint_memory=checkpoint_memory, checkpoint_host_memory=checkpoint_host_memory)
+                           checkpoint_memory=checkpoint_memory, checkpoint_host_memory=checkpoint_host_memory,
+                           sparse=sparse)
     planner = measured_planner(opened, card, demand)
     config, cards, free = opened.config, planner.cards, sum(card.free_bytes for card in planner.cards)
     if progress:

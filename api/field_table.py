@@ -250,6 +250,7 @@ QENGINE = [
     *obeyed("qengine", (*BOTH, RESPONSES, MESSAGES),
             timeout="the answer has to be complete within so many seconds",
             repetition_guard="whether an answer that repeats itself is ended",
+            sparse="whether a long prompt leaves out keys of little weight, if the model was loaded with --sparse",
             draft=f"most drafts that are checked at once, 0 to {MOST_DRAFTS}; no answer depends on it"),
     *obeyed("qengine", (RESPONSES, MESSAGES), chat_template_kwargs=VARIABLES)]
 

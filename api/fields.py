@@ -30,7 +30,7 @@ def number(name: str) -> dict:
 
 
 # What clients may say of sampling, in fields named as those of Request.
-SAMPLED = {**{name: number(name) for name in SAMPLING}, "repetition_guard": BOOL,
+SAMPLED = {**{name: number(name) for name in SAMPLING}, "repetition_guard": BOOL, "sparse": BOOL,
            "draft": {"type": "integer", "minimum": 0, "maximum": MOST_DRAFTS}}
 
 

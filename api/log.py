@@ -3,7 +3,8 @@
     id=5c0e... method=POST path=/v1/chat/completions status=200 seconds=0.942 prompt=160 cached=128 generated=42
     first_token=0.031 tokens_per_s=46.1 drafts=36 accepted=0.69 finish=stop
 
-`accepted` is the share of the drafts that were right; both stand only where drafts were checked. Of a model whose
+`accepted` is the share of the drafts that were right; both stand only where drafts were checked. Of a sparse prompt,
+`keys_read` is the share of the keys that its queries have read (kernels/block_sparse.py). Of a model whose
 experts do not all lie on the cards, `expert_hits` is the share that decode steps found there while the request ran, in
 steps of all requests. The line is written when the last byte of the answer is written, or when the client has gone.
 The id is taken from the request's header X-Request-Id, if that is a sensible one, and sent back in the same header.
@@ -27,7 +28,7 @@ import flask
 import tqdm
 
 from engine.pooling import TextsRequest
-from engine.request import read_of
+from engine.request import read_of, share_read
 
 REFRESH_SECONDS = 0.25
 READING_SECONDS = 5         # between two lines about the reading of a prompt
@@ -91,6 +92,8 @@ class Exchange:
         if n_checked := sum(sum(g.drafts.n_checked) for g in generations):
             n_accepted = sum(sum(g.drafts.n_accepted) for g in generations)
             counts |= {"drafts": n_checked, "accepted": f"{n_accepted / n_checked:.2f}"}
+        if (share := share_read(generations)) is not None:
+            counts["keys_read"] = f"{share:.3f}"
         if self.experts_before:
             hits, used = (now - before for now, before in zip(experts_used(self.engine), self.experts_before))
             counts |= {"expert_hits": f"{hits / used:.2f}"} if used else {}

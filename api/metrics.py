@@ -30,6 +30,8 @@ COUNTERS = [
     ("prefix_cache_queries", "Tokens of prompts, as they are looked up in the cache", "looked_up"),
     ("prefix_cache_hits", "Tokens of prompts that the cache had, and that were not processed", "cached_tokens"),
     ("generation_tokens", "Tokens of answers", "generated_tokens"),
+    ("sparse_keys_seen", "Pages of keys before the queries of sparse prompts, over layers and KV heads", "keys_seen"),
+    ("sparse_keys_read", "Those of them that were read", "keys_read"),
     ("checkpoints_spilled", "Checkpoints moved from the card to the host's memory", "checkpoints_spilled"),
     ("checkpoints_fetched", "Checkpoints moved back", "checkpoints_fetched"),
     ("checkpoints_dropped", "Checkpoints forgotten for want of memory", "checkpoints_dropped"),

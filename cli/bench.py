@@ -99,7 +99,7 @@ class Bench:
         self.pipeline.prepare_slot(slot, Request([0]))
         started = time.perf_counter()
         for start, ids in chunks:
-            self.pipeline.prefill(ids, slot, start)
+            self.pipeline.prefill(ids, slot, start, is_sparse=self.engine.sparse == "on")
         self.pipeline.sample_row(len(chunks[-1][1]) - 1, answer).read()
         return time.perf_counter() - started
 
@@ -138,6 +138,7 @@ class Bench:
     def chunk(self, stage: qengine.Stage, start: int, ids: list[int]):
         """Puts the inputs of a stage's pass over `ids` on the card; returns the function that queues its launches."""
         qengine.set_rows(stage.inputs, ids, [0] * len(ids), range(start, start + len(ids)))
+        stage.prompt = stage.prompt._replace(start=start, n=len(ids))
         return functools.partial(stage.launch_micro_batches_in_sequence, len(ids))
 
     def decode(self, context: int) -> Throughput:
@@ -327,7 +328,7 @@ def bench_cards(model: qengine.OpenModel, cards: list[Card] | None, emulated: bo
     n_ctx = max(*lengths, *contexts) + max(n_steps + 1, drafts and room_for(n_tokens))
     wishes = {"slots": options.batch, "kv_tokens": options.batch * pages_for(n_ctx) * PAGE_TOKENS,
               "checkpoint_memory": 0, "split": options.split,       # every slot has pages of its own
-              "products": options.products, **memories(options)}
+              "products": options.products, "sparse": options.sparse, **memories(options)}
     planner = qengine.make_planner(model, cards, Demand(n_ctx, drafts=drafts, **wishes))
     if drafts:                                                      # and a checkpoint, to begin again there
         states = max(stage.state_bytes for stage in planner.plan.on_paper)

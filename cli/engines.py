@@ -58,7 +58,8 @@ def asked(options) -> dict:
     draft = "off" if options.perplexity is not None else "auto" if options.draft is None else options.draft
     return {"ctx": options.ctx, "slots": options.slots, "kv_tokens": options.kv_tokens, "checkpoint_memory": on_card,
             "checkpoint_host_memory": on_host, "split": options.split, "draft": draft,
-            **memories(options), "products": options.products, "image_tokens": options.image_tokens,
+            **memories(options), "products": options.products, "sparse": options.sparse,
+            "image_tokens": options.image_tokens,
             "mmproj": options.mmproj if shows_pictures(options) else "none"}
 
 

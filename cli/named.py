@@ -18,8 +18,8 @@ from engine.limits import SAMPLING
 
 # What a model may say for itself, as the command line says it for all of them.
 OF_A_MODEL = {"card", "ctx", "slots", "kv", "kv-tokens", "checkpoint-memory", "checkpoint-host-memory", "split",
-              "draft", "expert-memory", "products", "mmproj", "image-tokens", "thinking", "chat-template-kwargs",
-              "repetition-guard", *(name.replace("_", "-") for name in SAMPLING)}
+              "draft", "expert-memory", "products", "sparse", "mmproj", "image-tokens", "thinking",
+              "chat-template-kwargs", "repetition-guard", *(name.replace("_", "-") for name in SAMPLING)}
 NEVER = "never"
 
 

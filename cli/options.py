@@ -6,7 +6,7 @@ import functools
 import json
 
 from engine import limits
-from engine.limits import IMAGE_TOKENS, MOST_DRAFTS, SAMPLING
+from engine.limits import IMAGE_TOKENS, MOST_DRAFTS, SAMPLING, SPARSE
 from kernels.limits import CHECK_ROWS, FLOAT16, KV_NAMES, WISHES
 
 from .named import AddModel, check_models, model_argument
@@ -50,7 +50,8 @@ GOES_WITH = {"raw": ["prompt"], "slots": ["serve", "plan", "print_config"], "kv_
                               "expert_hits"], ["bench"]),
              "draft": ["prompt", "chat", "serve", "bench", "plan"], "image": ["prompt"],
              **dict.fromkeys(["mmproj", "image_tokens"], ["image", "chat", "serve", "plan"]),
-             **dict.fromkeys(["products", "memory"], ["prompt", "chat", "serve", "perplexity", "bench", "plan"]),
+             **dict.fromkeys(["products", "memory", "sparse"],
+                             ["prompt", "chat", "serve", "perplexity", "bench", "plan"]),
              "system": ["prompt", "chat"],
              **dict.fromkeys([*SAMPLING, "thinking", "chat_template_kwargs", "repetition_guard"],
                              ["prompt", "chat", "serve"])}
@@ -306,6 +307,10 @@ def add_machine(parser: Parser):
                          help="how keys and values are kept: as halves, in 8 bits (q8), keys in 8 bits and values in 3 "
                               "(q8+3), in 4 bits (q4) or in 3 (q3); fewer bits make room for longer texts, and "
                               f"answers less exact (default: {FLOAT16})")
+    machine.add_argument("--sparse", metavar="WHEN", nargs="?", choices=SPARSE, const="on", default="off",
+                         help="long prompts leave out keys of little weight, which reads them faster and changes "
+                              "answers a little: on, unless a request refuses; ask, only where a request asks "
+                              '("sparse": true); without WHEN, on (default: off)')
     for where, default in ("", "a quarter of what is free"), ("host-", "an eighth of the machine's"):
         machine.add_argument(f"--checkpoint-{where}memory", metavar="MB", type=within(int, 0, 2**31 - 1),
                              help=f"{'host' if where else 'card'} memory for the states that spare later prompts "

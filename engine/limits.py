@@ -12,6 +12,8 @@ DEFAULT_CTX = 4096          # tokens of a slot, unless the caller names a number
 # The small model that comes with qengine.
 DEFAULT_MODEL = Path(__file__).resolve().parents[1] / "models" / "qengine-10m-Q8_0.gguf"
 
+SPARSE = "off", "ask", "on"             # whether prompts leave out keys: never, where a request asks, unless it refuses
+
 KEPT_CONTEXTS = 4           # contexts per slot that get pages, if memory suffices: the running one and earlier ones
 MOST_DRAFTS = CHECK_ROWS - 1            # of an answer in a check
 IMAGE_TOKENS = 64, 4096     # of a picture: fewest and most. The least is the published one; engine/images.py says more

@@ -55,7 +55,7 @@ def passes(engine, ids: list[int], pictures: PromptPictures, tap=None) -> Iterat
             positions = range(start, min(start + engine.chunk, len(ids)))
             seen = pipeline.show(pictures, start, positions.stop)
             pipeline.prefill(ids[start:positions.stop], slot, start, seen=seen,
-                             tap=tap and functools.partial(tap, positions, slot))
+                             tap=tap and functools.partial(tap, positions, slot), is_sparse=engine.sparse == "on")
             yield positions
 
 

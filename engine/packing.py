@@ -21,6 +21,7 @@ from engine.details import ModelDetails
 from engine.plan import CacheSizes, Demand
 from engine.pooling import PoolingEngine, TextsJob, TextsRequest, mean_of, relevance, unit
 from engine.prefix import PAGE_TOKENS, pages_for, whole_pages
+from engine.request import RequestError
 from engine.rounds import Rounds
 from engine.worker import Task
 from kernels.card import CardError
@@ -31,7 +32,10 @@ NAN_ROWS = "the rows of a text hold a NaN: the model file is damaged, or a kerne
 
 
 def for_pooling(demand: Demand) -> Demand:
-    """What a pooling model needs of a demand: a slot for each text of a pass, no checkpoints and no drafts."""
+    """What a pooling model needs of a demand: a slot for each text of a pass, no checkpoints and no drafts. Raises
+    RequestError."""
+    if demand.sparse != "off":
+        raise RequestError("sparse", "models for embeddings and reranking read texts whole: they take no --sparse")
     return dataclasses.replace(demand, slots=TEXTS, checkpoint_memory=0, checkpoint_host_memory=0, drafts=0,
                                packed=True)
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from engine.host_memory import free_memory, machine_bytes
-from engine.limits import KEPT_CONTEXTS, MOST_DRAFTS
+from engine.limits import KEPT_CONTEXTS, MOST_DRAFTS, SPARSE
 from engine.prefix import PAGE_TOKENS, pages_for
 from engine.request import RequestError
 from engine.speculate import LARGEST_CHECK
@@ -443,6 +443,7 @@ class Demand:
     packed: bool = False        # passes are over parts of several texts, one for each slot, and nothing is decoded
     products: str = "auto"      # which kernels multiply the rows of prompts, see kernels/products.py
     eyes: object = None         # the Eyes of engine/sight.py, if the model is to see
+    sparse: str = "off"         # whether prompts may leave out keys: "off", "ask" or "on", see `is_sparse`
     # Bytes of host memory that nothing needed before the model was loaded.
     host_memory: int = field(default_factory=lambda: free_memory(), compare=False)
 
@@ -466,6 +467,8 @@ class Demand:
                 raise RequestError(name, f"{name} must be 0 or more, not {value}")
         if self.products not in WISHES:
             raise RequestError("products", f"products must be {', '.join(WISHES)}, not {self.products!r}")
+        if self.sparse not in SPARSE:
+            raise RequestError("sparse", f"sparse must be {', '.join(SPARSE)}, not {self.sparse!r}")
         if self.kv_tokens is not None and self.kv_tokens < self.n_ctx:
             raise RequestError("kv_tokens", f"kv_tokens must be at least the {self.n_ctx} tokens of a context, not "
                                             f"{self.kv_tokens}")

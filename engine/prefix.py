@@ -74,7 +74,7 @@ class Branch:
     """
 
     def __init__(self, slot: int, prompt_ids: list[int], root: Node):
-        self.slot, self.tokens, self.n_prompt = slot, list(prompt_ids), len(prompt_ids)
+        self.slot, self.tokens, self.n_prompt, self.root = slot, list(prompt_ids), len(prompt_ids), root
         self.n_computed = 0             # tokens computed here or before, without those of a step in flight
         self.has_begun = False          # whether its slot was prepared
         self.uses_cache = True          # whether it may go on after what is kept of earlier sequences
@@ -87,7 +87,7 @@ class Branch:
         """Whether this prompt, which has not begun, should wait for another one: its next page is the other's next
         page, too, and would be computed twice."""
         end = other.n_computed + PAGE_TOKENS
-        return (self.uses_cache and not self.has_begun and other.has_begun
+        return (self.uses_cache and not self.has_begun and other.has_begun and self.root is other.root
                 and end <= min(self.n_prompt - 1, other.n_prompt) and self.tokens[:end] == other.tokens[:end])
 
 
@@ -111,6 +111,9 @@ class PrefixCache:
     on the requests that run beside it. If several nodes are equally long, the one with the fewest decoded tokens
     counts.
 
+    Sparse prompts (kernels/block_sparse.py) have other bits, and a tree of their own below a root of their own. A page
+    or a checkpoint never serves a prompt of the other kind.
+
     When room is needed, what is worth least goes first. The worth of a checkpoint is
 
         tokens between it and the next checkpoint above + the floor when it was made or last used
@@ -131,7 +134,7 @@ class PrefixCache:
         self.store, self.n_pages, self.n_checkpoints = store, n_pages, n_checkpoints
         self.free_pages, self.free_numbers, self.free_hosts = (
             list(reversed(range(n))) for n in (n_pages, n_checkpoints, n_host))
-        self.root = Node(None, (), 0, -1)
+        self.roots = Node(None, (), 0, -1), Node(None, (), 0, -1)      # of dense prompts, and of sparse ones
         self.on_card: list[Node] = []       # the nodes whose checkpoint is on the card, in the order of their ranks
         self.in_host: list[Node] = []       # the nodes whose checkpoint is in host memory, likewise
         self.floor, self.n_ranked = 0, 0
@@ -158,11 +161,11 @@ class PrefixCache:
 
     # ---- the tree ----
 
-    def find(self, tokens: list[int]) -> tuple[Node, int]:
+    def find(self, tokens: list[int], root: Node) -> tuple[Node, int]:
         """Returns (node, n). The node is the one to go on from: it is the root or has a checkpoint, and its path spells
-        the longest such beginning of `tokens`. n: how many of the tokens, from the first one on, are in the tree at
-        all."""
-        nodes, found = [self.root], self.root
+        the longest such beginning of `tokens`. n: how many of the tokens, from the first one on, are in this root's
+        tree at all."""
+        nodes, found = [root], root
         for at in range(0, whole_pages(len(tokens)), PAGE_TOKENS):
             key = tuple(tokens[at:at + PAGE_TOKENS])
             below = [child for node in nodes for child in node.children.get(key, {}).values()]
@@ -210,7 +213,7 @@ class PrefixCache:
     def tokens_left(self, branch: Branch) -> int:
         """How many tokens of a prompt are still to be computed, as far as that is known."""
         is_new = branch.uses_cache and not branch.has_begun
-        n_known = self.find(branch.tokens[:-1])[0].depth * PAGE_TOKENS if is_new else branch.n_computed
+        n_known = self.find(branch.tokens[:-1], branch.root)[0].depth * PAGE_TOKENS if is_new else branch.n_computed
         return branch.n_prompt - n_known
 
     def join(self, branch: Branch, n_seen: int) -> dict[int, Node]:
@@ -264,7 +267,7 @@ class PrefixCache:
 
     def _prune(self, node: Node):
         """Forget a node that nothing needs any more, and the nodes above it that only this one needed."""
-        while node is not self.root and not (node.children or node.n_users or node.is_kept):
+        while node.parent is not None and not (node.children or node.n_users or node.is_kept):
             alike = node.parent.children[node.tokens]
             del alike[node.n_prompt]
             if not alike:

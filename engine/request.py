@@ -119,6 +119,7 @@ class Request:
     repetition_guard: bool = False      # end an answer that repeats itself, see RepetitionGuard; not with ignore_eos
     timeout: float | None = None        # seconds from `submit` on, after which it ends with DeadlineExceeded
     draft: int | None = None            # most drafts checked at once; None: what the engine was loaded for
+    sparse: bool | None = None          # whether a long prompt leaves out keys; None: what the engine was loaded for
     pictures: tuple = ()                # Pictures of engine/images.py, in the order of their tokens in the prompt
 
     def __post_init__(self):
@@ -152,6 +153,8 @@ class Request:
             raise RequestError("stop", f"'stop' may hold {STOPS} strings, each of 1 to {STOP_LETTERS} letters")
         if self.draft is not None and not is_within(int, self.draft, 0, MOST_DRAFTS):
             raise RequestError("draft", f"'draft' must be a whole number from 0 to {MOST_DRAFTS}")
+        if self.sparse not in (None, True, False):
+            raise RequestError("sparse", "'sparse' must be true or false")
         if self.timeout is not None and not 0 < self.timeout < math.inf:
             raise RequestError("timeout", "'timeout' must be a number of seconds above 0")
         for name in ("stop_after", "stop_pause", "stop_before", "grammar_after"):
@@ -176,6 +179,14 @@ class Request:
         for name in SAMPLING:
             if (value := getattr(self, name)) is not getattr(Request, name):    # a default may be None
                 check_sampling(name, value)
+
+
+def is_sparse(request: Request, wish: str) -> bool:
+    """Whether the prompt of a request leaves out keys (kernels/block_sparse.py), in an engine loaded with this wish:
+    "off", "ask" or "on". Raises RequestError."""
+    if request.sparse and wish == "off":
+        raise RequestError("sparse", "this model reads prompts whole: it was loaded without --sparse")
+    return wish == "on" if request.sparse is None else bool(request.sparse)
 
 
 @dataclass(frozen=True)
@@ -300,6 +311,8 @@ class Generation(Job):
         self.n_cached = 0           # tokens of the prompt that were not computed, because they were cached
         self.n_read = 0             # tokens of the prompt so far that were cached, or whose passes are queued
         self.drafts = Drafts()      # how many were checked and accepted
+        self.is_sparse = False      # whether its prompt leaves out keys
+        self.keys_read = self.keys_seen = 0     # once such a prompt is read: pages of keys, over layers and KV heads
         self.cause: str | None = None           # of the last Delta
         self.prompt_logprobs: PromptLogprobs | None = None  # set before the first token
         self.token_times: list[float] = []      # when the engine gave each token; a reader may get several at once
@@ -374,6 +387,13 @@ class Generation(Job):
 def read_of(jobs: list[Job]) -> tuple[int, int]:
     """How much of the prompts of some jobs is read, in tokens, and how long these prompts are."""
     return sum(job.n_read for job in jobs), sum(job.n_prompt for job in jobs)
+
+
+def share_read(generations: list) -> float | None:
+    """The share of the keys that sparse prompts have read, all layers together; None if none of them is sparse, or
+    has been read."""
+    sparse = [generation for generation in generations if getattr(generation, "keys_seen", 0)]
+    return sum(g.keys_read for g in sparse) / sum(g.keys_seen for g in sparse) if sparse else None
 
 
 def deltas_of(generations: list[Generation], patience: float | None = None):

@@ -25,6 +25,7 @@ class Sequence(Branch):
         self.is_masked = False          # whether masks of its slot may leave out tokens
         self.group: int | None = None   # the group of answers in whose decode steps it takes part
         self.uses_cache = generation.request.prompt_logprobs is None    # these need every token of the prompt computed
+        self.counts: list[Task] = []    # give the counts of a sparse prompt, see `Chooser.count`
         self.scores: list[Task] = []    # give the reports of log-probabilities of the prompt, a task for each pass
 
     @property
@@ -59,6 +60,17 @@ class Sequence(Branch):
         if not self.uses_cache:
             reports, self.scores = [task.result() for task in self.scores], []
             self.generation.prompt_logprobs = PromptLogprobs.of(reports, self.generation.request.prompt_logprobs)
+
+    def take_counts(self, totals: dict):
+        """How many pages of keys a sparse prompt has read, for its generation and for the totals of all. The passes of
+        the prompt are over."""
+        for task in self.counts:        # of each stage
+            counts, event = task.result()
+            event.synchronize()
+            for name, count in zip(("keys_read", "keys_seen"), counts.tolist()):
+                setattr(self.generation, name, getattr(self.generation, name) + count)
+                totals[name] += count
+        self.counts = []
 
     @property
     def n_certain(self) -> int:

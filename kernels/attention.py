@@ -24,6 +24,12 @@ pieces its sums stay on the card as they are, unscaled and per lane, so the bits
 Such keys and values are turned (kernels/hadamard.py): q is turned, too, and behind the last piece the kernel turns the
 output back before the gate.
 
+**Sparse prompts** read the pages that kernels/block_sparse.py has chosen for each 64 queries and KV head, and no other:
+
+    kept       uint32 [query pages, n_kv, words]    bit p % 32 of word p / 32: whether these queries read page p
+
+A block of threads belongs to one page of queries, since its 32 rows of heads do not reach over multiples of 64.
+
 Half precision where it is harmless. Products run on packed half2 FMA. A score is made of chains of 8 products per half,
 two of which are added in half precision; a value of 16 products in one chain. Then they are added to float32 sums, so a
 chain's rounding errors (2^-11 of its partial sum each) do not grow with the context. Softmax statistics, rescaling and
@@ -150,6 +156,28 @@ def store_tile(words, address, stride):
         n = uint32(uint32(4) * i)
         store_shared4(address + uint64(uint32(uint32(4) * i * stride)), words[n], words[n + uint32(1)],
                       words[n + uint32(2)], words[n + uint32(3)])
+
+
+@cuda.jit(device=True, forceinline=True)
+def count_kept(kept, row, end):
+    """How many of the pages 0 .. end - 1 are kept, of the words from `row` on."""
+    n = uint32(0)
+    for i in range(uint32(end // uint32(32))):
+        n = uint32(n + uint32(cuda.popc(uint32(kept[uint32(row + uint32(i))]))))
+    rest = uint32(uint32(uint32(1) << uint32(end & uint32(31))) - uint32(1))
+    if rest != uint32(0):
+        n = uint32(n + uint32(cuda.popc(uint32(uint32(kept[uint32(row + uint32(end // uint32(32)))]) & rest))))
+    return n
+
+
+@cuda.jit(device=True, forceinline=True)
+def next_kept(kept, row, number):
+    """The first kept page from `number` on. There must be one."""
+    word = uint32(uint32(kept[uint32(row + uint32(number >> uint32(5)))]) >> uint32(number & uint32(31)))
+    while word == uint32(0):
+        number = uint32(uint32(number | uint32(31)) + uint32(1))
+        word = uint32(kept[uint32(row + uint32(number >> uint32(5)))])
+    return uint32(number + uint32(cuda.popc(uint32(uint32(~word) & uint32(word - uint32(1))))))
 
 
 def load_functions(head_dim):
@@ -280,9 +308,9 @@ def of_own_rows(values, r):
 
 
 @cache
-def tiles_kernel(expanded, head_dim, gated, packed):
+def tiles_kernel(expanded, head_dim, gated, packed, sparse=False):
     """The kernel for heads of this shape. expanded: whether it reads a piece in a workspace, which was turned, and not
-    the pages themselves; packed: whether `tiles` counts. Not both."""
+    the pages themselves; packed: whether `tiles` counts; sparse: whether `kept` counts. If packed, neither other."""
     n_parts = head_dim // TILE_DIMS                         # tiles of a page's keys, and of its values
     rows_at_once = 32 * DIMS // head_dim                    # rows of a tile of values that a warp covers
     n_rows, tile_values = ROWS // rows_at_once, TILE_ELEMENTS // head_dim
@@ -296,8 +324,8 @@ def tiles_kernel(expanded, head_dim, gated, packed):
     of_row = of_eight_rows if n_rows == ROWS else of_own_rows
 
     @cuda.jit(launch_bounds=(32 * WARPS, RESIDENT))
-    def attend_tiles(out, q, projected, k_pages, v_pages, block_table, row_slot, row_pos, tiles, sums, stride,
-                     max_pages, rows, heads, n_kv, first_page, n_pages):
+    def attend_tiles(out, q, projected, k_pages, v_pages, block_table, row_slot, row_pos, tiles, kept, sums, stride,
+                     max_pages, rows, heads, n_kv, first_page, n_pages, n_words):
         """Grid (tiles of 4 warps, n_kv), block (32, 4). Unit u of a KV head, a warp's work, is rows 8 (u // group) ..
         + 7 of its query head u % group; the last tiles, which see the most keys, come first.
 
@@ -306,6 +334,8 @@ def tiles_kernel(expanded, head_dim, gated, packed):
         q_tile = cuda.shared.array(n_query, uint32)
         tile = cuda.shared.array(TILE, uint32)
         p_tile = cuda.shared.array(P_TILE, uint32)
+        if sparse:
+            words_at = cuda.shared.array(1, uint32)     # where the words of `kept` begin, for want of registers
         # Local arrays: all indices are constants once unrolled, so these are registers.
         o = cuda.local.array(n_outputs, float32)
         s = cuda.local.array(16, float32)
@@ -337,6 +367,19 @@ def tiles_kernel(expanded, head_dim, gated, packed):
             position, last_key = uint32(position - first_key), uint32(last_key - first_key)
             slot, is_last = uint32(0), last_key < n_keys
             last_key = uint32(min(last_key, uint32(n_keys - uint32(1))))
+        n_visits = uint32(uint32(last_key // uint32(PAGE)) + uint32(1))     # pages that are read
+        kept_row, place = uint32(0), uint32(0)
+        if sparse:
+            query_page = uint32(uint32(first_unit // group) // uint32(PAGE // ROWS))
+            kept_row = uint32(uint32(uint32(query_page * n_kv) + kv_head) * n_words)
+            if expanded:    # pages count from the piece's first one, a multiple of 32, in `kept`, too
+                kept_row = uint32(kept_row + uint32(first_page // uint32(32)))
+            n_visits = count_kept(kept, kept_row, n_visits)
+            if n_visits == uint32(0):
+                return
+            if lane == uint32(0) and warp == uint32(0):
+                words_at[0] = kept_row
+            place = next_kept(kept, kept_row, uint32(0))
         upper, key_lane = uint32(lane & uint32(1)), uint32(lane >> uint32(1))
         own, row_lane = uint32(0), lane     # the first row of the warp whose output is the lane's; its place in a row
         if n_rows != ROWS:
@@ -384,13 +427,14 @@ def tiles_kernel(expanded, head_dim, gated, packed):
         put_value = shared_address(tile) + uint64(
             uint32(uint32(uint32(warp * uint32(rows_at_once)) + uint32(lane // uint32(32 // rows_at_once)))
                    * uint32(4 * q_stride) + uint32(16) * uint32(lane % uint32(32 // rows_at_once))))
-        page = head_of_page(block_table, max_pages, slot, uint32(0), kv_head, n_kv)
-        load_keys(loaded, k_pages, page, uint32(0), last_key, lane, warp)
-        for number in range(uint32(uint32(last_key // uint32(PAGE)) + uint32(1))):
-            first = uint32(uint32(number) * uint32(PAGE))
+        page = head_of_page(block_table, max_pages, slot, place, kv_head, n_kv)
+        load_keys(loaded, k_pages, page, uint32(0), uint32(last_key - uint32(place * uint32(PAGE))), lane, warp)
+        for visit in range(n_visits):
+            number = place if sparse else uint32(visit)
+            first = uint32(number * uint32(PAGE))
             last = uint32(last_key - first)
             next_page = page
-            if last >= uint32(PAGE):
+            if not sparse and last >= uint32(PAGE):
                 next_page = head_of_page(block_table, max_pages, slot, uint32(number + uint32(1)), kv_head, n_kv)
             # Does a row of the warp see a key? Signed: it may stand before the piece.
             sees = int32(first) < int32(position + uint32(ROWS)) and row < rows
@@ -449,6 +493,12 @@ def tiles_kernel(expanded, head_dim, gated, packed):
                 cuda.syncthreads()
                 if part < uint32(n_parts - 1):
                     load_values(loaded, v_pages, page, uint32(1), last, lane, warp)
+                elif sparse:        # the next page is looked for only here, for want of registers
+                    if uint32(uint32(visit) + uint32(1)) < n_visits:
+                        place = next_kept(kept, uint32(words_at[0]), uint32(place + uint32(1)))
+                        next_page = head_of_page(block_table, max_pages, slot, place, kv_head, n_kv)
+                        left = uint32(last_key - uint32(place * uint32(PAGE)))
+                        load_keys(loaded, k_pages, next_page, uint32(0), left, lane, warp)
                 elif last >= uint32(PAGE):
                     load_keys(loaded, k_pages, next_page, uint32(0), uint32(last - uint32(PAGE)), lane, warp)
                 if sees:
@@ -526,27 +576,30 @@ def tiles_of(lengths, starts, group):
     return tiles[np.argsort(-keys, kind="stable")]
 
 
-def attend_prefill(card, out, q, qkv, pages, places, rows, *, tiles=None, piece=None, sums=None, stream=None):
+def attend_prefill(card, out, q, qkv, pages, places, rows, *, tiles=None, piece=None, sums=None, kept=None,
+                   stream=None):
     """out float32 [rows, heads * head_dim] for rows whose keys and values are in the pages already. They are rows of
     one slot (places.slots[0]) at positions places.positions[0], places.positions[0] + 1, ...; or, where there are
     tiles, int32 [blocks, 3] of `tiles_of`, parts of texts. q float16 [rows, heads, head_dim] as `norm_rope_q` makes it;
     of `qkv` the gates are read.
 
+    kept: the pages that a sparse prompt reads, uint32 [query pages, n_kv, words]; its first row is at a multiple of 64.
     For pages of few bits, which know no tiles: piece, a kernels/kv_expand.py Piece, and sums, any float32 array of at
     least heads * 32 elements for each of the rows, rounded up to ROWS. Writes out, piece and sums, never allocates."""
     heads, products = qkv.heads, qkv.products
     expanded, max_pages = pages.format.expands, pages.block_table.shape[1]
-    kernel = tiles_kernel(expanded, heads.head_dim, heads.gated, tiles is not None)
+    kernel = tiles_kernel(expanded, heads.head_dim, heads.gated, tiles is not None, kept is not None)
     grid = (n_tiles(rows, heads.group) if tiles is None else tiles.shape[0], heads.n_kv_heads)
-    tiles = places.slots if tiles is None else tiles.reshape(-1)    # an array that the kernel does not look at
+    tiles = places.slots if tiles is None else tiles.reshape(-1)    # arrays that the kernel does not look at
+    kept, n_words = (places.slots, 0) if kept is None else (kept.reshape(-1), kept.shape[-1])
     halves, sums, n_pages = (piece, sums, piece.n_pages) if expanded else (pages, out, max_pages)
     for first in range(0, max_pages, n_pages):      # in pieces behind the last key, all blocks end at once
         if expanded:
             expand_pages(card, piece, pages, places, rows, first, stream=stream)
         card.launch(kernel, grid, (32, WARPS), out.reshape(-1), q.reshape(-1), products.values.reshape(-1),
                     halves.k.reshape(-1), halves.v.reshape(-1), halves.block_table.reshape(-1), places.slots,
-                    places.positions, tiles, sums.reshape(-1), products.stride, halves.block_table.shape[1], rows,
-                    heads.n_heads, heads.n_kv_heads, first, n_pages, stream=stream)
+                    places.positions, tiles, kept, sums.reshape(-1), products.stride, halves.block_table.shape[1],
+                    rows, heads.n_heads, heads.n_kv_heads, first, n_pages, n_words, stream=stream)
 
 
 # ---- check -------------------------------------------------------------------------------------------------

@@ -185,7 +185,8 @@ def test_options_that_leave_it_to_the_server(ask, n):
 
 
 CHANGE_NOTHING = dict.fromkeys(OPTIONS["properties"], 0) | dict.fromkeys(WITHOUT_EFFECT, True) | {
-    "tfs_z": 1, "typical_p": 1, "repeat_penalty": 1, "repetition_guard": True, "stop": "never", "draft": 2}
+    "tfs_z": 1, "typical_p": 1, "repeat_penalty": 1, "repetition_guard": True, "stop": "never", "draft": 2,
+    "sparse": False}
 
 
 @pytest.mark.parametrize("name", CHANGE_NOTHING)

@@ -135,7 +135,7 @@ def test_products_run_on_packed_half(card, format, shape):
     from kernels.compile import compile_kernel, target_cc
     (head_dim, rotary, gated), page = shape, f"{np.dtype(format.keys.dtype).name}[1]"
     halves = ("float16[1]",) * 2
-    tiles = ("float32[1]", "float16[1]", "float32[1]", *halves, *["int32[1]"] * 4, "float32[1]", *["uint32"] * 7)
+    tiles = ("float32[1]", "float16[1]", "float32[1]", *halves, *["int32[1]"] * 5, "float32[1]", *["uint32"] * 8)
     decode = ("int8[1]", *["float32[1]"] * 2, "uint32[1]", *["float32[1]"] * 3, "int32[1]", "float32[1]", page, page,
               *["int32[1]"] * 3, *["uint32"] * 10, "float32")
     for kernel, signature in (

@@ -196,7 +196,7 @@ class FakePipeline:
         n = self.n_layers if self.n_stages == 1 else 1
         return [self.plan_error * self.token_seconds * rows / n] * n
 
-    def prefill(self, ids, slot, start, marks=(), n_pieces=None, seen=None):
+    def prefill(self, ids, slot, start, marks=(), n_pieces=None, seen=None, is_sparse=False):
         assert start % PAGE_TOKENS == 0 and len(self.states[slot]) == start
         assert n_pieces is None or self.n_stages == 1
         is_whole = n_pieces is None
@@ -395,7 +395,7 @@ class World:
 
     def nodes(self):
         """(node, its text as steps, what is known after it) of the whole tree."""
-        found, ahead = [], [(self.cache.root, (), EMPTY)]
+        found, ahead = [], [(self.cache.roots[0], (), EMPTY)]
         while ahead:
             node, steps, known = ahead.pop()
             for key, alike in node.children.items():
@@ -562,7 +562,7 @@ def test_anything_that_may_happen(seed):
     assert stats["requests_running"] == stats["requests_waiting"] == stats["kv_pages_used"] == 0
     assert stats["kv_pages_cached"] + stats["kv_pages_free"] == stats["kv_pages"]
     world.cache.clear()
-    assert len(world.cache.free_pages) == world.n_pages and not world.cache.root.children
+    assert len(world.cache.free_pages) == world.n_pages and not world.cache.roots[0].children
 
 
 # ---- what a prompt is spared -------------------------------------------------------------------------------
@@ -702,7 +702,7 @@ def test_the_least_worthy_goes_first():
     prompts = [text(n) for n in (65, 321, 129, 193)]
 
     def is_known(i):
-        return world.cache.find(prompts[i][:-1])[0] is not world.cache.root
+        return world.cache.find(prompts[i][:-1], world.cache.roots[0])[0] is not world.cache.roots[0]
 
     for prompt in prompts:
         world.answer(prompt, max_tokens=1)
@@ -719,7 +719,7 @@ def test_what_goes_is_found_at_once():
     cache = PrefixCache(SimpleNamespace(spill=lambda *_: True), 3000, 1000, 1000)
     for text in range(2500):
         page, = cache.take_pages(1)
-        node, before = cache.grow(cache.root, (text,), PAGE_TOKENS, page), cache.n_ranked
+        node, before = cache.grow(cache.roots[0], (text,), PAGE_TOKENS, page), cache.n_ranked
         cache.keep(node, cache.take_number())
         cache.leave(SimpleNamespace(node=node, pages=[page], target=None))
         assert cache.n_ranked - before == 1
@@ -732,11 +732,11 @@ def test_pages_are_taken_from_what_nobody_uses():
     running = world.submit(text(300), max_tokens=300, ignore_eos=True)
     for _ in range(100):
         world.step()
-    assert world.cache.find(old)[0].depth == 7
+    assert world.cache.find(old, world.cache.roots[0])[0].depth == 7
     other = world.submit(text(300), max_tokens=340, ignore_eos=True)
     while not world.scheduler.stats()["checkpoints_dropped"]:
         world.step()
-    assert world.cache.find(old)[0] is world.cache.root
+    assert world.cache.find(old, world.cache.roots[0])[0] is world.cache.roots[0]
     decoded = [sequence.decoded for sequence in world.scheduler.running if sequence.decoded]
     assert decoded and all(node.is_kept for node in decoded)
     world.finish(running, other)
@@ -1006,7 +1006,7 @@ def test_a_prompt_that_nothing_is_shared_with_waits_for_no_other():
     """One with log-probabilities computes all its tokens itself."""
     cache, ids = roomy().cache, texts()(500)
     begun, plain, scored = (Sequence(qengine.Generation(qengine.Request(ids, prompt_logprobs=top), TOKENIZER), slot, 9,
-                                     cache.root) for slot, top in enumerate((None, None, 0)))
+                                     cache.roots[0]) for slot, top in enumerate((None, None, 0)))
     assert not plain.follows(begun)
     begun.has_begun = True
     assert plain.follows(begun) and not scored.follows(begun)

@@ -45,7 +45,7 @@ class Bench:
         """A pass over a part of a prompt."""
         n = len(ids)
         qengine.set_rows(self.inputs, ids, [slot] * n, range(start, start + n))
-        run = qengine.PromptPass(qengine.rows_of(self.inputs, n), (), (), False, Alone)
+        run = qengine.PromptPass(qengine.rows_of(self.inputs, n), (), (), False, Alone, None)
         if start == 0:
             self.cache.reset(slot)
             self.block.forget(slot)

@@ -137,7 +137,7 @@ def test_the_tree_looks_at_each_page_of_a_long_prompt_a_few_times(monkeypatch):
     monkeypatch.setattr(prefix.Node, "path", path)
     cache = PrefixCache(store := NoStore(), LONG // PAGE_TOKENS, 300, 0)
     tokens = np.random.default_rng(0).integers(0, 1000, LONG).tolist()
-    branch = prefix.Branch(0, tokens, cache.root)
+    branch = prefix.Branch(0, tokens, cache.roots[0])
     branch.has_begun = True
     marks = set(checkpoint_positions(tokens, None, 0, 0))
     for end in range(2048, LONG + 1, 2048):
@@ -146,5 +146,5 @@ def test_the_tree_looks_at_each_page_of_a_long_prompt_a_few_times(monkeypatch):
         for at in sorted(marks & nodes.keys()):
             cache.keep(nodes[at], cache.take_number())
     cache.leave(branch)
-    assert cache.find(tokens[:-1])[0].depth == LONG // PAGE_TOKENS - 1 and len(marks) == 256
+    assert cache.find(tokens[:-1], cache.roots[0])[0].depth == LONG // PAGE_TOKENS - 1 and len(marks) == 256
     assert looks < 4 * LONG // PAGE_TOKENS and store.n_told == 0

@@ -166,7 +166,7 @@ def layer_results(card, path, block, x):
     inputs, found = card.alloc(7 * 128, np.int32), {}
     qengine.set_rows(inputs, [0] * len(x), [0] * len(x), range(len(x)))
     rows = qengine.rows_of(inputs, len(x))
-    passes = {"prefill": qengine.PromptPass(rows, (), (), False, Alone),
+    passes = {"prefill": qengine.PromptPass(rows, (), (), False, Alone, None),
               "decode": qengine.DecodePass(rows, len(x))}
     for family, run in passes.items():
         for array in model.scratch.arrays.values():

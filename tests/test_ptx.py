@@ -13,7 +13,7 @@ import pytest
 from numba import cuda
 
 import qengine
-from kernels import advance, assembler, attend_decode, attention, checkpoint
+from kernels import advance, assembler, attend_decode, attention, block_sparse, checkpoint
 from kernels import compile as compiler
 from kernels import (decode_tensor, decode_tile, draft_head, draft_input, draft_list, expert_gemm, expert_gemv,
                      float_matmul, gdn_decode, half_gemm, host_requests, kv_cache, kv_expand, layer_norm, ngram, norm,
@@ -123,14 +123,24 @@ def pages_of(format, shape):
     page = (f"{np.dtype(format.keys.dtype).name}[1]",) * 2
     yield (kv_cache.store_kernel(format, *shape[:2]), *page, x, x, "int32[1]", x, *i, *["uint32"] * 8, "float32")
     yield tiles_of(format, shape, False)
+    yield from sparse_of(format, shape)
     if format.expands:
         yield kv_expand.expand_kernel(format, shape[0]), *["float16[1]"] * 2, *page, *i, *["uint32"] * 4
 
 
-def tiles_of(format, shape, packed):
-    x, half = "float32[1]", "float16[1]"
-    kernel = attention.tiles_kernel(format.expands, shape[0], shape[2], packed)
-    return kernel, x, half, x, half, half, *["int32[1]"] * 4, x, *["uint32"] * 7
+def tiles_of(format, shape, packed, kept=False):
+    x, half, i = "float32[1]", "float16[1]", "int32[1]"
+    kernel = attention.tiles_kernel(format.expands, shape[0], shape[2], packed, kept)
+    return kernel, x, half, x, half, half, *[i] * 4, "uint32[1]" if kept else i, x, *["uint32"] * 8
+
+
+def sparse_of(format, shape):
+    """What reads pages for sparse prompts."""
+    x, half, i, words, n = "float32[1]", "float16[1]", "int32[1]", "uint32[1]", "uint32"
+    yield tiles_of(format, shape, False, True)
+    yield block_sparse.means_kernel(shape[0])[0], half, half, n, n
+    yield block_sparse.levels_kernel(format.expands, shape[0]), x, half, half, i, i, i, *[n] * 9
+    yield block_sparse.keep_pages, words, words, x, "uint64[1]", i, i, *[n] * 13
 
 
 def attend_of(format, group, shape, early, width, rows):

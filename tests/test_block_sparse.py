@@ -1,0 +1,152 @@
+"""Which pages of keys queries read, and attention that reads these alone."""
+
+import numpy as np
+import pytest
+
+from kernels import attention, block_sparse
+from kernels.attention import attend_prefill, head_error, piece_of, sample_inputs, upload_gates, upload_pages
+from kernels.block_sparse import FEW, RULE, Chooser, choose_pages, kept_reference, sample_text, unpacked, upload_keys
+from kernels.card import CardError
+from kernels.kv_expand import Piece
+from kernels.kv_formats import KV_FORMATS, PAGE, turned_back
+from kernels.records import Places
+from kernels.rope import QWEN3, QWEN35, heads_of
+from tests.kinds import KV_BY_KIND, of_formats
+
+FLOAT16 = KV_FORMATS["float16"]
+
+
+@pytest.mark.parametrize("format, case", of_formats(block_sparse.CASES))
+def test_the_choice_equals_the_reference(card, format, case):
+    block_sparse.check(card, format, case)
+
+
+def chosen(card, format, heads, q, k, cuts, rule=FEW, start=0, more=1, slots=1):
+    """(kept bool [query pages, n_kv, pages], counts) of rows that begin at `start`, chosen in parts that end at `cuts`.
+    more: pages of the table behind the last one."""
+    n, pages = start + len(q), upload_keys(card, format, k, more)
+    kept = []
+    chooser = Chooser.alloc(card, (heads.n_heads, heads.n_kv_heads, heads.head_dim), len(q),
+                            pages.block_table.shape[1], slots)
+    for array in chooser[:-2]:
+        card.poison(array)
+    piece = Piece.alloc(card, format, heads.n_kv_heads, heads.head_dim, 32)
+    places = Places(card.upload(np.zeros(len(q), np.int32)), card.upload(np.arange(start, n, dtype=np.int32)))
+    q = card.upload(q)
+    for first, end in zip([0, *cuts], [*cuts, len(q)]):
+        choose_pages(card, chooser, q[first:], heads, pages, places.rows_from(first), end - first, start + first,
+                     rule=rule, piece=piece)
+        found = card.download(chooser.kept)[:-(-(end - first) // PAGE)]
+        kept += [[unpacked(of_head, -(-n // PAGE) - 1) & (np.arange(-(-n // PAGE)) <= (start + first) // PAGE + i)
+                  for of_head in page] for i, page in enumerate(found)]
+    return np.array(kept), card.download(chooser.counts)
+
+
+@pytest.mark.parametrize("format", [FLOAT16, KV_FORMATS["q8+3"]], ids=str)
+@pytest.mark.parametrize("shape", [QWEN35, QWEN3], ids=str)
+def test_neither_cuts_nor_the_room_for_pages_change_the_choice(card, monkeypatch, format, shape):
+    heads = heads_of(4, 2, shape)
+    q, k = sample_text(heads, 2300, 2300)
+    whole, counts = chosen(card, format, heads, q, k, [])
+    assert 0.1 < counts[0, 0] / counts[0, 1] < 0.6
+    for cuts, more in ([64, 128, 1024], 1), ([2048, 2240], 40):
+        again, as_often = chosen(card, format, heads, q, k, cuts, more=more)
+        np.testing.assert_array_equal(again, whole)
+        np.testing.assert_array_equal(as_often, counts)
+    monkeypatch.setattr(block_sparse, "TURN_ROWS", 128)
+    np.testing.assert_array_equal(chosen(card, format, heads, q, k, [320])[0], whole)
+    for start in 128, 1984:             # as behind cached pages
+        np.testing.assert_array_equal(chosen(card, format, heads, q[start:], k, [], start=start)[0],
+                                      whole[start // PAGE:])
+
+
+def test_tokens_behind_a_page_of_queries_do_not_change_its_choice(card):
+    heads = heads_of(4, 2)
+    q, k = sample_text(heads, 1000, 1000)
+    whole, _ = chosen(card, FLOAT16, heads, q, k, [])
+    for n in 640, 1000 - 40:
+        shorter, _ = chosen(card, FLOAT16, heads, q[:n], k[:n], [])
+        np.testing.assert_array_equal(shorter[:n // PAGE], whole[:n // PAGE, :, :-(-n // PAGE)])
+
+
+def test_a_page_that_matters_is_kept(card):
+    """One key of 64 has a large score with the queries of one head of a group."""
+    heads = heads_of(8, 2)
+    q, k = sample_text(heads, 1280, 64)
+    q[:], direction = 0, np.float32(0.125)
+    q[:, 5, :64] = direction
+    k[1000, 1, :64] = 1 / direction
+    kept, _ = chosen(card, FLOAT16, heads, q, k, [], FEW._replace(share=20, base=4), start=1216)
+    assert kept[0, 1, 1000 // PAGE] and kept[0, 1].sum() == 4
+
+
+@pytest.mark.parametrize("masses, rule, want", [
+    ([5, 9, 1, 1, 1, 9], FEW._replace(near=1, base=0, share=1), [0, 1, 2, 3, 4, 5, 6]),     # 1 / 64 of 26 is nothing
+    ([64, 640, 1, 1, 1, 64], FEW._replace(near=1, base=0, share=1), [0, 1, 5, 6]),          # 1 / 64 of 771 is 12
+    ([5, 9, 8, 7, 6, 9], FEW._replace(near=2, base=1, share=3), [0, 5, 6]),                 # no room
+    ([5, 9, 8, 7, 6, 9], FEW._replace(near=1, base=2, share=3), [0, 1, 5, 6]),              # the largest of them
+    ([5, 9, 9, 9, 6, 0], FEW._replace(near=1, base=2, share=3), [0, 6]),                    # three alike, room for two
+    ([0] * 6, FEW._replace(near=1, base=2, share=3), [0, 6]), ([9] * 6, RULE, range(7))], ids=str)
+def test_the_reference_of_a_rule(masses, rule, want):
+    assert np.flatnonzero(kept_reference(np.array(masses, np.uint32), rule)).tolist() == list(want)
+
+
+def attended(card, format, heads, inputs, kept=None, n_pages=32):
+    """Attention of a text's rows that reads the pages of `kept`, uint32 words; all, if None."""
+    q, projected, k, v = inputs
+    n = len(q)
+    pages = upload_pages(card, format, k, v)
+    places = Places(card.upload(np.zeros(n, np.int32)), card.upload(np.arange(n, dtype=np.int32)))
+    out = card.alloc((n + 1, heads.n_heads * heads.head_dim), np.float32)
+    card.poison(out)
+    attend_prefill(card, out[:n], card.upload(q), upload_gates(card, projected, heads), pages, places, n,
+                   kept=kept if kept is None else card.upload(kept), **piece_of(card, format, heads, n, n_pages))
+    assert np.isnan(card.download(out)[n]).all()
+    return card.download(out)[:n]
+
+
+@pytest.mark.parametrize("format, case", of_formats([(4, 2, 300, QWEN35), (3, 1, 205, QWEN3), (24, 4, 140, QWEN35)]))
+def test_attention_reads_the_kept_pages_alone(card, format, case):
+    """As float64 does with the other keys left out; with all pages kept, the bits of dense attention."""
+    n_heads, n_kv, n, shape = case
+    heads, query_pages = heads_of(n_heads, n_kv, shape), -(-n // PAGE)
+    q, projected, k, v = inputs = sample_inputs(heads, n, n, n)
+    bits = np.random.default_rng(n).random((query_pages, n_kv, query_pages)) < 0.5
+    bits[:, :, 0] = True
+    bits[np.arange(query_pages), :, np.arange(query_pages)] = True
+    words = np.packbits(bits, axis=-1, bitorder="little").astype(np.uint32)
+    got = attended(card, format, heads, inputs, np.concatenate([words, np.full_like(words, 0xFFFFFFFF)], axis=-1))
+    k, v = (turned_back(kind, kind.decode(kind.encode(x))) for kind, x in zip(format.kinds.values(), (k, v)))
+    want, q = np.empty_like(got), turned_back(format, q)
+    of_gate, group = attention.gates(projected, heads), heads.group
+    for page in range(query_pages):
+        rows = np.arange(page * PAGE, min((page + 1) * PAGE, n))
+        for head in range(n_kv):
+            keys = np.flatnonzero(bits[page, head].repeat(PAGE)[:n])
+            own = slice(head * group, (head + 1) * group)
+            seen = np.searchsorted(keys, rows, side="right") - 1
+            part = attention.attention_reference(q[rows][:, own], k[keys][:, head:head + 1], v[keys][:, head:head + 1],
+                                                 None if of_gate is None else of_gate[rows][:, own], seen)
+            want[rows, head * group * heads.head_dim:(head + 1) * group * heads.head_dim] = part
+    head_error(got, want, n_heads)
+    np.testing.assert_array_equal(attended(card, format, heads, inputs, np.full_like(words, 0xFFFFFFFF)),
+                                  attended(card, format, heads, inputs))
+
+
+@pytest.mark.parametrize("format", KV_BY_KIND)
+def test_attention_of_kept_pages_does_not_depend_on_pieces(card, format):
+    """Pieces of 32 pages, of which one is kept nowhere, and all in one piece."""
+    format, heads, n = KV_FORMATS[format], heads_of(2, 1, QWEN3), 72 * PAGE
+    q, projected, k, v = sample_inputs(heads, n, n)
+    bits = np.random.default_rng(0).random((72, 1, 96)) < 0.2
+    bits[:, :, 32:64], bits[:, :, 0] = False, True
+    bits[np.arange(72), :, np.arange(72)] = True
+    words = np.packbits(bits, axis=-1, bitorder="little").view(np.uint32)
+    inputs = q, projected, k, v
+    np.testing.assert_array_equal(attended(card, format, heads, inputs, words),
+                                  attended(card, format, heads, inputs, words, 96))
+
+
+def test_heads_that_too_many_share_are_refused(card):
+    with pytest.raises(CardError, match="the model has 17"):
+        Chooser.alloc(card, (17, 1, 128), 64, 4, 1)
