@@ -303,8 +303,8 @@ def add_machine(parser: Parser):
                               f"next turn (default: slots x ctx, and {limits.KEPT_CONTEXTS} times as many where there "
                               "is memory)")
     machine.add_argument("--kv", metavar="FORMAT", choices=KV_NAMES, default=FLOAT16,
-                         help="how keys and values are kept: as halves, in 8 bits (q8), keys in 8 bits and values in 3 "
-                              "(q8+3), in 4 bits (q4) or in 3 (q3); fewer bits make room for longer texts, and "
+                         help="how keys and values are kept: as halves, in 8 bits (q8), keys in 8 bits and values in 4 "
+                              "or 3 (q8+4, q8+3), both in 4 bits (q4) or in 3 (q3); fewer bits make room for longer texts, and "
                               f"answers less exact (default: {FLOAT16})")
     for where, default in ("", "a quarter of what is free"), ("host-", "an eighth of the machine's"):
         machine.add_argument(f"--checkpoint-{where}memory", metavar="MB", type=within(int, 0, 2**31 - 1),

@@ -65,6 +65,7 @@ import numpy as np
 from numba import cuda
 from numba.types import float16, float32, int32, uint32, uint64
 
+from kernels import attend_codes
 from kernels.attention import TOLERANCE_ALL, attention_reference, gates, head_error
 from kernels.bench import Case, main
 from kernels.card import Array
@@ -152,10 +153,6 @@ def row_functions(kind, head_dim, own_keys):
             raw[i] = uint32(0)
 
     @cuda.jit(device=True, forceinline=True)
-    def nothing_to_expand(words, raw, lane):
-        pass
-
-    @cuda.jit(device=True, forceinline=True)
     def put_newest(words, at, new, lane):
         """Replaces key `new` of the warp's 8 by the row at a shared address, and also the keys after it, in whose place
         `load_rows` has loaded that key again."""
@@ -167,7 +164,7 @@ def row_functions(kind, head_dim, own_keys):
                 words[i], words[i + uint32(1)] = w0, w1
                 words[i + uint32(2)], words[i + uint32(3)] = w2, w3
 
-    return load_rows, expand_rows if expand else nothing_to_expand, put_newest
+    return load_rows, expand_rows, put_newest
 
 
 def newest_function(format, head_dim, rotary):
@@ -233,7 +230,7 @@ def product_functions(own_keys):
         return exchange(x0, x1, (lane & uint32(4)) != uint32(0), 4)
 
     @cuda.jit(device=True, forceinline=True)
-    def dot_heads(at0, at1, at2, at3, k, lane):
+    def dot_heads(at0, at1, at2, at3, own_at, k, lane):
         """q . k of four queries: lane l gets the product of query l % 4 and key l // 4."""
         x0, x1 = dot_keys(at0, k, lane), dot_keys(at1, k, lane)
         x2, x3 = dot_keys(at2, k, lane), dot_keys(at3, k, lane)
@@ -325,11 +322,14 @@ def attend_kernel(format, group, head_dim, rotary, gated, quantized, early, widt
     own_keys, n_spans = KEYS // spans, WARPS * spans        # keys of a lane; spans of the block
     sides = 32 * WARPS // words                             # threads that own the same 2 dims, of different heads
     n_own, is_even = -(-group // sides), group % sides == 0     # heads of a thread, 2 dims of each
-    n_o, n_words, n_newest = 2 * n_own * rows, own_keys * DIMS // 2, width * (k_row + v_row)
+    n_o, n_v_words, n_newest = 2 * n_own * rows, own_keys * DIMS // 2, width * (k_row + v_row)
     n_k_loaded, n_v_loaded = (own_keys * each.n_raw for each in format.functions(head_dim))
-    expands = format.expands
+    by_codes = format.keys.by_codes
+    expands_keys, expands_values = format.keys.expands and not by_codes, format.values.expands
     n_heads = rows * group                                  # of the block: at most one for each warp
-    n_query, n_scores = n_heads * head_dim, n_heads * PAGE
+    query_row, n_scores = k_row if by_codes else head_dim, n_heads * PAGE
+    n_query = n_heads * query_row
+    query_bytes, lane_bytes = (4 * k_row, 4) if by_codes else (2 * head_dim, 2 * DIMS)
     n_chains = n_spans * group * words
     n_quads, most = -(-group // 4), uint32(group - 1)       # of heads
     n_rounds, n_fours = -(-group * head_dim // (4 * 32 * WARPS)), group * head_dim // 4
@@ -342,6 +342,11 @@ def attend_kernel(format, group, head_dim, rotary, gated, quantized, early, widt
     load_values, expand_values, put_value = row_functions(format.values, head_dim, own_keys)
     store_newest = newest_function(format, head_dim, rotary)
     dot_heads, chain_values = product_functions(own_keys)
+    query_type, n_k_words = float16, n_v_words
+    if by_codes:
+        store_query = attend_codes.store_query_function(format.keys, head_dim, rotary)
+        load_keys, put_key, dot_heads = attend_codes.key_functions(format.keys, head_dim, own_keys)
+        query_type, n_k_words = element, attend_codes.n_key_words(own_keys)
     weigh_units, load_units = unit_functions(head_dim, group)
 
     @cuda.jit(device=True, forceinline=True)
@@ -398,7 +403,7 @@ def attend_kernel(format, group, head_dim, rotary, gated, quantized, early, widt
         let_next_begin()
         if not early:
             wait_for_previous()
-        query = cuda.shared.array(n_query, float16)        # [head of the group][head_dim]
+        query = cuda.shared.array(n_query, query_type)     # [head of the group][head_dim], or a row of codes
         scores = cuda.shared.array(n_scores, uint32)       # [head][64 keys]: float32, then p as two halves
         # In the loop over pages words [span][head][words]; at the end factors, then sums of units, [head][unit] each.
         chains = cuda.shared.array(n_chains, float32)
@@ -407,11 +412,12 @@ def attend_kernel(format, group, head_dim, rotary, gated, quantized, early, widt
         newest = cuda.shared.array(n_newest, element, alignment=16)     # [new row][key, value]
         new_rows = cuda.shared.array(2, uint32)     # place of the first in its page; how many before the block's
         is_last = cuda.shared.array(1, uint32)
-        kw = cuda.local.array(n_words, uint32)          # of the page, as halves
-        vw = cuda.local.array(n_words, uint32)
+        kw = cuda.local.array(n_k_words, uint32)        # of the page, as halves or codes
+        vw = cuda.local.array(n_v_words, uint32)
         loaded_keys, loaded_values = kw, vw             # of the page, or of the next one, as they lie there
-        if expands:
+        if expands_keys:
             loaded_keys = cuda.local.array(n_k_loaded, uint32)
+        if expands_values:
             loaded_values = cuda.local.array(n_v_loaded, uint32)
         pw = cuda.local.array(own_keys, uint32)
         o = cuda.local.array(n_o, float32)
@@ -497,7 +503,7 @@ def attend_kernel(format, group, head_dim, rotary, gated, quantized, early, widt
         if thread == uint32(0):
             new_rows[0], new_rows[1] = uint32(new_key - before), before
         if own_head < n_live:
-            store_query(query, uint32(own_head * uint32(head_dim)), lane, x, w, angles, eps)
+            store_query(query, uint32(own_head * uint32(query_row)), lane, x, w, angles, eps)
         cuda.syncthreads()
 
         high, total = float32(MINUS_INFINITY), float32(0.0)  # of the pages so far; warp t: of head t of the block
@@ -508,7 +514,7 @@ def attend_kernel(format, group, head_dim, rotary, gated, quantized, early, widt
         span, row_lane = warp, lane                     # the lane's span and its place there
         if spans == 2:
             span, row_lane = uint32(thread >> uint32(4)), uint32(lane & uint32(15))
-        query_at = shared_address(query) + uint64(uint32(row_lane * uint32(16)))
+        query_at = shared_address(query) + uint64(uint32(row_lane * uint32(lane_bytes)))
         newest_at = shared_address(newest)
         p_at = shared_address(scores) + uint64(uint32(first_key * uint32(4)))
         score_at = p_at + uint64(uint32(uint32(lane >> uint32(2)) * uint32(4)))
@@ -527,7 +533,8 @@ def attend_kernel(format, group, head_dim, rotary, gated, quantized, early, widt
                 next_page = head_of_page(block_table, max_pages, slot, number, kv_head, n_kv)
                 next_last = uint32(min(uint32(position - number * uint32(PAGE)), uint32(PAGE - 1)))
             load_next = more and first_key <= next_last
-            expand_keys(kw, loaded_keys, lane)
+            if expands_keys:
+                expand_keys(kw, loaded_keys, lane)
             for r in range(count):
                 row_last = last
                 if number > last_page:
@@ -536,14 +543,16 @@ def attend_kernel(format, group, head_dim, rotary, gated, quantized, early, widt
                 if first_key <= row_last:
                     for quad in range(uint32(n_quads)):
                         g, of_row = uint32(uint32(4) * quad), uint32(r * uint32(group))
-                        at = query_at + uint64(uint32(of_row * uint32(2 * head_dim)))
-                        x = dot_heads(at + uint64(uint32(g * uint32(2 * head_dim))),
-                                      at + uint64(uint32(min(g + uint32(1), most) * uint32(2 * head_dim))),
-                                      at + uint64(uint32(min(g + uint32(2), most) * uint32(2 * head_dim))),
-                                      at + uint64(uint32(min(g + uint32(3), most) * uint32(2 * head_dim))),
+                        own_g = uint32(min(uint32(g + uint32(lane & uint32(3))), most))  # the last head again
+                        at = query_at + uint64(uint32(of_row * uint32(query_bytes)))
+                        x = dot_heads(at + uint64(uint32(g * uint32(query_bytes))),
+                                      at + uint64(uint32(min(g + uint32(1), most) * uint32(query_bytes))),
+                                      at + uint64(uint32(min(g + uint32(2), most) * uint32(query_bytes))),
+                                      at + uint64(uint32(min(g + uint32(3), most) * uint32(query_bytes))),
+                                      shared_address(query) + uint64(uint32(of_row + own_g) * uint32(query_bytes)),
                                       kw, lane)
-                        g = uint32(min(uint32(g + uint32(lane & uint32(3))), most))  # the last head again
-                        store_shared(score_at + uint64(uint32(uint32(of_row + g) * uint32(4 * PAGE))), float_as_word(x))
+                        store_shared(score_at + uint64(uint32(uint32(of_row + own_g) * uint32(4 * PAGE))),
+                                     float_as_word(x))
             if load_next:
                 load_keys(loaded_keys, k_pages, next_page, first_key, next_last, lane)
             cuda.syncthreads()
@@ -568,7 +577,8 @@ def attend_kernel(format, group, head_dim, rotary, gated, quantized, early, widt
                     factors[warp], totals[warp] = of_page, of_before
             cuda.syncthreads()
 
-            expand_values(vw, loaded_values, lane)
+            if expands_values:
+                expand_values(vw, loaded_values, lane)
             for r in range(uint32(rows)):
                 if rows > 1 and r >= count:
                     break
@@ -767,10 +777,18 @@ def launcher(card, case, width=1):
     return launch, there, scratch
 
 
+def rounded_query(format, q):
+    """Queries [.., head_dim] with attention's scale as the kernel has them, turned back: float64."""
+    if not format.keys.by_codes:
+        return turned_back(format, turned(format, q).astype(np.float16))
+    scale = q.shape[-1] ** -0.5
+    return turned_back(format, format.keys.decode(format.keys.encode(q / scale))) * scale
+
+
 def expected(case, k_pages, v_pages):
     """float64 [rows, heads D] from the pages as they are after the launch."""
     heads, format, found = case.qkv.heads, case.pages.format, []
-    q = turned_back(format, turned(format, query_reference(case.qkv)).astype(np.float16))
+    q = rounded_query(format, query_reference(case.qkv))
     gate = gates(case.qkv.products.values, heads)
     for row, position in enumerate(case.places.positions):
         k, v = (turned_back(kind, read_pages(kind, pages, case.pages.block_table, row, position + 1))
