@@ -87,6 +87,25 @@ def test_a_plan_says_what_fits_in_each_format():
     assert alone.longest_context() == found["q8+3"]
 
 
+def test_experts_that_leave_the_card_make_room_in_each_format():
+    """Each format is planned with as many experts on the card as it leaves room for."""
+    def planner(kv):
+        opened = qengine.open_model("synthetic:35b-a3b").keeping(kv)
+        return qengine.make_planner(opened, [EmulatedCard(0, memory_bytes=4 << 30)],
+                                    opened.demand(ctx=1024, checkpoint_memory=0))
+
+    lines = planner("float16").report().splitlines()
+    begin = next(i for i, line in enumerate(lines) if line.startswith("--kv")) + 1
+    rows = dict(line.split()[::2] for line in lines[begin:begin + len(KV_FORMATS)])
+    found = {name: int(longest.replace(",", "")) for name, longest in rows.items()}
+    assert list(found) == list(KV_FORMATS) and sorted(found.values()) == list(found.values())
+    for name in "float16", "q3":
+        alone = planner(name)
+        assert alone.moves_experts and alone.longest_context() == found[name]
+        assert alone.planned(n_ctx=found[name], expert_memory=0).fits
+    assert found["float16"] < found["q3"]
+
+
 def test_an_unknown_format_is_refused():
     with pytest.raises(RequestError, match="no KV format q5"):
         qengine.load(TINY, kv="q5")
