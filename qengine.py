@@ -265,6 +265,7 @@ class PromptPass:
     pictures: tuple                 # (row, Array [n, hidden] on the first card): takes the place of embeddings
     shares_card: bool               # whether other micro-batches run at the same time
     batch: MicroBatch | Alone       # puts what layers change, and memory that micro-batches share, in order
+    n_keys: int | None = dataclasses.field(default=None, kw_only=True)      # that its last row sees; None: any number
 
     tiles: ClassVar = None
 
@@ -481,7 +482,7 @@ class Attention:
             kv_cache.store_kv(card, pages, qkv, places, n)
         with run.batch.in_turns(pages.format.expands):
             attention.attend_prefill(card, s.attended, s.q, qkv, pages, places, n, tiles=run.tiles, piece=model.piece,
-                                     sums=u.x)
+                                     sums=u.x, n_keys=run.n_keys)
         if self.out_proj.is_quantized:
             quantize.quantize_q8(card, u.quantized, s.attended, n, u.k)
         else:
@@ -967,6 +968,9 @@ class PromptRows(NamedTuple):
     copies: list            # see engine/sight.py (Seen)
 
 
+NO_ROWS = PromptRows(0, 0, 0, [], [])
+
+
 class Stage:
     """A range of layers on one card: weights, caches, scratch memory, and the launches of decode steps, recorded.
 
@@ -1013,7 +1017,7 @@ class Stage:
         # One more: the rows after the last whole page may be a micro-batch of their own.
         self.streams = [card.stream(f"micro-batch {i}") for i in range(MICRO_BATCHES + 1)]
         self.recordings = Recordings(card)
-        self.prompt = PromptRows(0, 0, 0, [], [])       # of the pass that was begun last
+        self.prompt = NO_ROWS           # of the pass that was begun last
         self.layers_left: PassInParts | None = None     # of that pass
 
     @property
@@ -1072,7 +1076,7 @@ class Stage:
     def queue_pictures(self, placed, n_pieces: int | None) -> Span:
         """Queue the encoding of pictures into rows of the Sight, or n_pieces of it and the others by
         `continue_prompt`."""
-        self.prompt = PromptRows(0, 0, 0, [], [])
+        self.prompt = NO_ROWS
         self.layers_left = PassInParts(self.card.default_stream, [], self.sight.launch(placed))
         return self.continue_prompt(n_pieces)
 
@@ -1088,6 +1092,8 @@ class Stage:
                 self.model.block.prefill(self.model, self.prompt_pass(0, n, n), self.cache)
         for number in numbers if is_last else ():
             self.cache.save(slot, number)
+        if is_last:
+            self.prompt = NO_ROWS       # rows that others put into the inputs may stand anywhere
         return span
 
     def queue_first_choice(self, row: int, answer, n_drafts: int, log_probs: bool):
@@ -1191,7 +1197,8 @@ class Stage:
         inside = tuple(mark._replace(end=mark.end - start) for mark in marks if start < mark.end <= start + n)
         rows = dataclasses.replace(rows_of(self.inputs[start:], n_all), n=n)
         pictures = self.sight.shown(self.prompt.copies, start, n) if self.sight else ()
-        return PromptPass(rows, inside, pictures, n < n_all, batch)
+        n_keys = self.prompt.n and self.prompt.start + start + n
+        return PromptPass(rows, inside, pictures, n < n_all, batch, n_keys=n_keys or None)
 
     def launch_step(self, shape: StepShape, group: int, buffer: int):
         before = (buffer - 1) % BUFFERS if self.sampler else 0

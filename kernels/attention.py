@@ -526,21 +526,24 @@ def tiles_of(lengths, starts, group):
     return tiles[np.argsort(-keys, kind="stable")]
 
 
-def attend_prefill(card, out, q, qkv, pages, places, rows, *, tiles=None, piece=None, sums=None, stream=None):
+def attend_prefill(card, out, q, qkv, pages, places, rows, *, tiles=None, piece=None, sums=None, n_keys=None,
+                   stream=None):
     """out float32 [rows, heads * head_dim] for rows whose keys and values are in the pages already. They are rows of
     one slot (places.slots[0]) at positions places.positions[0], places.positions[0] + 1, ...; or, where there are
     tiles, int32 [blocks, 3] of `tiles_of`, parts of texts. q float16 [rows, heads, head_dim] as `norm_rope_q` makes it;
     of `qkv` the gates are read.
 
     For pages of few bits, which know no tiles: piece, a kernels/kv_expand.py Piece, and sums, any float32 array of at
-    least heads * 32 elements for each of the rows, rounded up to ROWS. Writes out, piece and sums, never allocates."""
+    least heads * 32 elements for each of the rows, rounded up to ROWS. n_keys: that the last row sees, if the host
+    knows it: pieces behind them are not launched. Writes out, piece and sums, never allocates."""
     heads, products = qkv.heads, qkv.products
     expanded, max_pages = pages.format.expands, pages.block_table.shape[1]
     kernel = tiles_kernel(expanded, heads.head_dim, heads.gated, tiles is not None)
     grid = (n_tiles(rows, heads.group) if tiles is None else tiles.shape[0], heads.n_kv_heads)
     tiles = places.slots if tiles is None else tiles.reshape(-1)    # an array that the kernel does not look at
     halves, sums, n_pages = (piece, sums, piece.n_pages) if expanded else (pages, out, max_pages)
-    for first in range(0, max_pages, n_pages):      # in pieces behind the last key, all blocks end at once
+    held = max_pages if n_keys is None else min(-(-n_keys // PAGE), max_pages)
+    for first in range(0, held, n_pages):           # in pieces behind the last key, all blocks end at once
         if expanded:
             expand_pages(card, piece, pages, places, rows, first, stream=stream)
         card.launch(kernel, grid, (32, WARPS), out.reshape(-1), q.reshape(-1), products.values.reshape(-1),

@@ -58,6 +58,23 @@ def test_neither_chunks_nor_cached_prefixes_nor_drafts_nor_cards_change_bits(nam
     assert (logits != said(one(), "float16")[0]).any()
 
 
+def test_pieces_behind_the_last_key_are_not_launched():
+    """A prompt of three pages in a context of three pieces; then rows of which the host does not know where they are."""
+    card = open_cards("emulated")[0]
+    engine = qengine.load(TINY, card=card, progress=False, kv="q8+3", ctx=40_000, chunk=64, draft="off")
+    stage, ids = engine.pipeline.last, PROMPT[:150]
+    layers, passes = len(stage.cache.pages), 3
+    with card.counting() as log:
+        engine.submit(qengine.Request(ids, max_tokens=1)).wait()
+    assert [one.kernel for one in log].count("expand_kv") == layers * passes
+    engine.pipeline.settle()
+    qengine.set_rows(stage.inputs, ids[:64], [0] * 64, range(64))
+    with card.counting() as log:
+        stage.launch_prompt(64)
+    assert [one.kernel for one in log].count("expand_kv") == layers * 3
+    engine.close()
+
+
 @pytest.mark.parametrize("model, kv, gigabytes", [("9b", "float16", 8.6), ("9b", "q8+3", 3.3), ("27b", "q8+3", 6.6),
                                                   ("27b", "q3", 3.6)])
 def test_pages_of_262_144_tokens(model, kv, gigabytes):
