@@ -403,10 +403,10 @@ def attend_kernel(format, group, head_dim, rotary, gated, quantized, early, widt
         let_next_begin()
         if not early:
             wait_for_previous()
-        query = cuda.shared.array(n_query, query_type)     # [head of the group][head_dim], or a row of codes
-        scores = cuda.shared.array(n_scores, uint32)       # [head][64 keys]: float32, then p as two halves
+        query = cuda.shared.array(n_query, query_type, alignment=16)    # [head of the group][head_dim], or [row]
+        scores = cuda.shared.array(n_scores, uint32, alignment=16)      # [head][64 keys]: float32, then p twice
         # In the loop over pages words [span][head][words]; at the end factors, then sums of units, [head][unit] each.
-        chains = cuda.shared.array(n_chains, float32)
+        chains = cuda.shared.array(n_chains, float32, alignment=16)
         factors = cuda.shared.array(n_heads, float32)      # what rescales this page,
         totals = cuda.shared.array(n_heads, float32)       # and the pages before
         newest = cuda.shared.array(n_newest, element, alignment=16)     # [new row][key, value]

@@ -303,9 +303,9 @@ def tiles_kernel(expanded, head_dim, gated, packed):
 
         If expanded, k_pages and v_pages hold pages first_page .. + n_pages - 1 of the sequence, as slot 0 of a table.
         `sums` has 256 floats for each unit, between two pieces: of each lane `high` and `total`."""
-        q_tile = cuda.shared.array(n_query, uint32)
-        tile = cuda.shared.array(TILE, uint32)
-        p_tile = cuda.shared.array(P_TILE, uint32)
+        q_tile = cuda.shared.array(n_query, uint32, alignment=16)
+        tile = cuda.shared.array(TILE, uint32, alignment=16)
+        p_tile = cuda.shared.array(P_TILE, uint32, alignment=16)
         # Local arrays: all indices are constants once unrolled, so these are registers.
         o = cuda.local.array(n_outputs, float32)
         s = cuda.local.array(16, float32)
