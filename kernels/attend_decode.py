@@ -91,6 +91,7 @@ CHECK_ROWS = 8           # of an answer in a launch, at most: a warp makes the n
 MAX_HEADS = WARPS        # of a block in a plain step
 DIMS = 8                 # of a lane, 4 words
 MANY_ANSWERS = 4         # from which on blocks of a check may take several rows each
+ALONE = 4                # query heads of a block, at most, with which warps may work alone
 ROUNDS = 2               # of such blocks on all SMs: so many there must be
 MERGED = 16              # units whose results a thread loads at once when units are merged
 MERGED_SHAPE = MERGED, 4  # dims of a thread
@@ -298,6 +299,139 @@ def unit_functions(head_dim, group):
     return weigh_units, load_units
 
 
+def warps_work_alone(format, group):
+    """Whether the warps of a block wait for each other at the end of a unit only: `alone_functions`."""
+    return format.expands and group <= ALONE
+
+
+def alone_functions(format, head_dim, group, parts):
+    """walk_alone and merge_warps, for a block of one row. parts: device functions.
+
+    Each warp has a maximum, a sum and a result of its own, of its 8 keys of each page: a lane those of its 8 dims of all
+    heads. So no warp waits for another until the end of the unit, when the results of the warps are added in increasing
+    order, rescaled to the highest maximum."""
+    (load_keys, expand_keys, put_keys), (load_values, expand_values, put_values), (dot_heads, chain_values) = parts
+    k_row, own_keys, expands_keys = format.keys.row(head_dim), KEYS * head_dim // (32 * DIMS), not format.keys.by_codes
+    n_quads, most, query_bytes = -(-group // 4), uint32(group - 1), 2 * head_dim if expands_keys else 4 * k_row
+    k_bytes, n_spans, n_o = 4 * k_row, 32 * DIMS // head_dim * WARPS, DIMS * group
+
+    @cuda.jit(device=True, forceinline=True)
+    def weigh(x, high, total, quad):
+        """Probabilities of the scores x of the lane's key and head, relative to the highest so far: (p, what rescales
+        the pages before)."""
+        page_high = x
+        for offset in (4, 8, 16):
+            page_high = float_max(page_high, cuda.shfl_xor_sync(EVERY_LANE, page_high, offset))
+        new_high = float_max(high[quad], page_high)
+        of_before, p = exp(high[quad] - new_high), exp(x - new_high)
+        high[quad], total[quad] = new_high, cuda.fma(total[quad], of_before, p)
+        return p, of_before
+
+    @cuda.jit(device=True, forceinline=True)
+    def walk_alone(o, factors, totals, words, k_pages, v_pages, block_table, cache, pages, page, last,
+                   query_at, queries, newest_at, new_rows, score_places, warp, lane):
+        kw, loaded_keys, vw, loaded_values, pw = words
+        max_pages, slot, kv_head, n_kv = cache
+        first_page, end_page, last_page, position = pages
+        p_at, score_at = score_places
+        first_key, own_head = uint32(warp * uint32(KEYS)), uint32(lane & uint32(3))
+        high, total = cuda.local.array(n_quads, float32), cuda.local.array(n_quads, float32)
+        for quad in range(uint32(n_quads)):
+            high[quad], total[quad] = float32(MINUS_INFINITY), float32(0.0)
+        for i in range(uint32(n_o)):
+            o[i] = float32(0.0)
+        for done in range(uint32(end_page - first_page)):
+            number = uint32(first_page + uint32(done) + uint32(1))
+            next_last, next_page = uint32(0), page
+            more = number < end_page
+            if more:
+                next_page = head_of_page(block_table, max_pages, slot, number, kv_head, n_kv)
+                next_last = uint32(min(uint32(position - number * uint32(PAGE)), uint32(PAGE - 1)))
+            load_next = more and first_key <= next_last
+            if first_key <= last:
+                if expands_keys:
+                    expand_keys(kw, loaded_keys, lane)
+                if number > last_page:
+                    put_keys(kw, newest_at, new_rows, uint32(0), first_key, lane)
+                for quad in range(uint32(n_quads)):
+                    g = uint32(uint32(4) * quad)
+                    own_g = uint32(min(uint32(g + own_head), most))     # the last head again
+                    x = dot_heads(query_at + uint64(uint32(g * uint32(query_bytes))),
+                                  query_at + uint64(uint32(min(g + uint32(1), most) * uint32(query_bytes))),
+                                  query_at + uint64(uint32(min(g + uint32(2), most) * uint32(query_bytes))),
+                                  query_at + uint64(uint32(min(g + uint32(3), most) * uint32(query_bytes))),
+                                  queries + uint64(uint32(own_g * uint32(query_bytes))), kw, lane)
+                    x = x if uint32(first_key + uint32(lane >> uint32(2))) <= last else float32(MINUS_INFINITY)
+                    p, of_before = weigh(x, high, total, quad)
+                    store_shared(score_at + uint64(uint32(own_g * uint32(4 * PAGE))), pack_half2(p, p))
+                    if not cuda.all_sync(EVERY_LANE, of_before == float32(1.0)):
+                        for i in range(uint32(min(4, group))):
+                            f = cuda.shfl_sync(EVERY_LANE, of_before, i)
+                            if g + i < uint32(group):
+                                for d in range(uint32(DIMS)):
+                                    n = uint32(uint32(DIMS) * uint32(g + i) + d)
+                                    o[n] = o[n] * f
+                cuda.syncwarp()
+                if load_next:
+                    load_keys(loaded_keys, k_pages, next_page, first_key, next_last, lane)
+                expand_values(vw, loaded_values, lane)
+                if number > last_page:
+                    put_values(vw, newest_at + uint64(k_bytes), new_rows, uint32(0), first_key, lane)
+                for g in range(uint32(group)):
+                    at = p_at + uint64(uint32(g * uint32(4 * PAGE)))
+                    pw[0], pw[1], pw[2], pw[3] = load_shared4(at)
+                    if own_keys == KEYS:
+                        pw[4], pw[5], pw[6], pw[7] = load_shared4(at + uint64(16))
+                    for w in range(uint32(DIMS // 2)):
+                        h, n = chain_values(pw, vw, w), uint32(uint32(DIMS) * g + uint32(2) * w)
+                        o[n], o[n + uint32(1)] = o[n] + half2_low(h), o[n + uint32(1)] + half2_high(h)
+                if load_next:
+                    load_values(loaded_values, v_pages, next_page, first_key, next_last, lane)
+                cuda.syncwarp()
+            page, last = next_page, next_last
+        for quad in range(uint32(n_quads)):
+            x = total[quad]
+            for offset in (4, 8, 16):
+                x = x + cuda.shfl_xor_sync(EVERY_LANE, x, offset)
+            g = uint32(uint32(4) * quad + lane)
+            if lane < uint32(4) and g < uint32(group):
+                factors[uint32(warp * uint32(group) + g)], totals[uint32(warp * uint32(group) + g)] = high[quad], x
+
+    @cuda.jit(device=True, forceinline=True)
+    def merge_warps(partial, chains, factors, totals, o, records, unit, span, row_lane, warp, lane):
+        cuda.syncthreads()
+        if warp < uint32(group):
+            at = uint32(uint32(lane & uint32(WARPS - 1)) * uint32(group) + warp)
+            high, total = factors[at], totals[at]
+            highest = warp_max(high)
+            f = exp(high - highest)
+            total = total * f
+            for offset in (1, 2, 4):
+                total = total + cuda.shfl_xor_sync(EVERY_LANE, total, offset)
+            cuda.syncwarp()
+            if lane < uint32(WARPS):
+                factors[at] = f
+            if lane == uint32(0):
+                to = uint32(uint32(records + warp * uint32(UNITS) + unit) * uint32(head_dim + RECORD) + uint32(head_dim))
+                partial[to], partial[uint32(to + uint32(1))] = highest, total
+        cuda.syncthreads()
+        thread = uint32(warp * uint32(32) + lane)
+        for g in range(uint32(group)):
+            f = factors[uint32(warp * uint32(group) + g)]
+            at = uint32(span * uint32(head_dim) + row_lane * uint32(DIMS))
+            for d in range(uint32(DIMS)):
+                chains[uint32(at + d)] = o[uint32(uint32(DIMS) * g + d)] * f
+            cuda.syncthreads()
+            if thread < uint32(head_dim):
+                x = chains[thread]
+                for s in range(uint32(1), uint32(n_spans)):
+                    x = x + chains[uint32(s * uint32(head_dim) + thread)]
+                partial[uint32(uint32(records + g * uint32(UNITS) + unit) * uint32(head_dim + RECORD) + thread)] = x
+            cuda.syncthreads()
+
+    return walk_alone, merge_warps
+
+
 # ---- kernel ------------------------------------------------------------------------------------------------
 
 def shares_of(group):
@@ -328,9 +462,11 @@ def attend_kernel(format, group, head_dim, rotary, gated, quantized, early, widt
     expands_keys, expands_values = format.keys.expands and not by_codes, format.values.expands
     n_heads = rows * group                                  # of the block: at most one for each warp
     query_row, n_scores = k_row if by_codes else head_dim, n_heads * PAGE
-    n_query = n_heads * query_row
+    n_query, alone = n_heads * query_row, warps_work_alone(format, group)
+    n_o = DIMS * group if alone else n_o
     query_bytes, lane_bytes = (4 * k_row, 4) if by_codes else (2 * head_dim, 2 * DIMS)
-    n_chains = n_spans * group * words
+    n_chains = max(n_spans * group * words, n_spans * head_dim if alone else 0)
+    n_factors = WARPS * group if alone else n_heads
     n_quads, most = -(-group // 4), uint32(group - 1)       # of heads
     n_rounds, n_fours = -(-group * head_dim // (4 * 32 * WARPS)), group * head_dim // 4
     query_width = 2 * head_dim if gated else head_dim
@@ -396,6 +532,11 @@ def attend_kernel(format, group, head_dim, rotary, gated, quantized, early, widt
                 o[i] = cuda.fma(x, factors[t], o[i] * totals[t])
                 o[i + uint32(1)] = cuda.fma(y, factors[t], o[i + uint32(1)] * totals[t])
 
+    walk_alone = merge_warps = None
+    if alone:
+        walk_alone, merge_warps = alone_functions(format, head_dim, group, (
+            (load_keys, expand_keys, put_keys), (load_values, expand_values, put_values), (dot_heads, chain_values)))
+
     @cuda.jit(launch_bounds=(32 * WARPS, RESIDENT))
     def attend(out, scales, partial, arrived, projected, q_norm, k_norm, rope_pos, inv_freq, k_pages, v_pages,
                block_table, row_slot, row_pos, n_answers, enough, stride, k_column, v_column, n_positions, max_pages,
@@ -407,8 +548,8 @@ def attend_kernel(format, group, head_dim, rotary, gated, quantized, early, widt
         scores = cuda.shared.array(n_scores, uint32, alignment=16)      # [head][64 keys]: float32, then p twice
         # In the loop over pages words [span][head][words]; at the end factors, then sums of units, [head][unit] each.
         chains = cuda.shared.array(n_chains, float32, alignment=16)
-        factors = cuda.shared.array(n_heads, float32)      # what rescales this page,
-        totals = cuda.shared.array(n_heads, float32)       # and the pages before
+        factors = cuda.shared.array(n_factors, float32)    # what rescales this page,
+        totals = cuda.shared.array(n_factors, float32)     # and the pages before; or [warp][head]: highs, then totals
         newest = cuda.shared.array(n_newest, element, alignment=16)     # [new row][key, value]
         new_rows = cuda.shared.array(2, uint32)     # place of the first in its page; how many before the block's
         is_last = cuda.shared.array(1, uint32)
@@ -525,7 +666,13 @@ def attend_kernel(format, group, head_dim, rotary, gated, quantized, early, widt
         sum_at = shared_address(chains) + uint64(uint32(uint32(side * uint32(words) + word) * uint32(4)))
         if spans == 2:
             p_at = p_at + uint64(uint32(uint32(lane >> uint32(4)) * uint32(4 * own_keys)))
-        for done in range(uint32(end_page - first_page)):
+        if alone:
+            walk_alone(o, factors, totals, (kw, loaded_keys, vw, loaded_values, pw), k_pages, v_pages, block_table,
+                       (max_pages, slot, kv_head, n_kv), (first_page, end_page, last_page, position), page, last,
+                       query_at, shared_address(query), newest_at, new_rows, (p_at, score_at), warp, lane)
+            merge_warps(partial, chains, factors, totals, o, records_of(row, n_kv, share), unit, span, row_lane, warp,
+                        lane)
+        for done in range(uint32(0) if alone else uint32(end_page - first_page)):
             number = uint32(first_page + uint32(done) + uint32(1))
             next_last, next_page = uint32(0), page
             more = number < end_page
@@ -607,7 +754,7 @@ def attend_kernel(format, group, head_dim, rotary, gated, quantized, early, widt
                     cuda.syncthreads()  # before the next row's chains overwrite these
             page, last = next_page, next_last
 
-        for r in range(uint32(rows)):
+        for r in range(uint32(0) if alone else uint32(rows)):
             if r < count:
                 records = records_of(uint32(row + r * n_answers), n_kv, share)
                 for j in range(uint32(n_own)):
@@ -616,7 +763,7 @@ def attend_kernel(format, group, head_dim, rotary, gated, quantized, early, widt
                         to = uint32(uint32(records + g * uint32(UNITS) + unit) * uint32(record) + uint32(2) * word)
                         i = uint32(uint32(2) * uint32(r * uint32(n_own) + j))
                         partial[to], partial[uint32(to + uint32(1))] = o[i], o[i + uint32(1)]
-        if warp < n_live and lane == uint32(0):
+        if not alone and warp < n_live and lane == uint32(0):
             of_row, head = row_and_head(warp)
             records = records_of(uint32(row + of_row * n_answers), n_kv, share)
             to = uint32(uint32(records + head * uint32(UNITS) + unit) * uint32(record) + uint32(head_dim))
