@@ -13,7 +13,7 @@ each half of the warp has 4 keys of its own.
     words, by lane:   | codes of key 0 | .. | codes of the last key | scales |        own_keys of them
                         2 words                                       own_keys / 4 words
 
-Pipe: dp4a, 16 instructions for 8 keys of a query, where half2 takes 32 and 14 more for each key. Source: the idea of
+Pipe: dp4a, 16 instructions for 8 keys of a query, where half2 takes 32, and 14 more to make halves of each key. Source: the idea of
 integer scores is SageAttention's (arXiv 2410.02367).
 """
 

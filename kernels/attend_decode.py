@@ -52,10 +52,13 @@ that it is the last from a counter on the card, which it sets back to zero. Accu
 Pipe: half2 and fp32, about 600 instructions per lane for 64 keys and 4 heads. Bytes: 4 D per key and KV head in
 float16, read once; 4 (D + 2) written and read per unit and head.
 
-Keys and values of few bits lie in registers as they do in the page; a warp makes halves of its keys before the scores,
-and of its values before the products with them. Where they are turned (kernels/hadamard.py), a warp turns its query,
-and the block that merges the units turns the output back before the gate. Measurements: benchmarks/results.md, section
-attend_decode.
+**Few bits.** Keys and values of few bits lie in registers as they do in the page. A warp makes halves of its values
+before the products with them, and of its keys before the scores. Keys in 8 bits are multiplied as they are, by integers
+(kernels/attend_codes.py). A warp turns its query (kernels/hadamard.py), and the block that merges the units turns the
+output back before the gate. With fewer bytes to wait for, the waits of warps for each other take most of the time. So
+in a block of up to ALONE heads they do not wait: each warp has maxima, sums and results of its own, of its 8 keys of
+each page, and they are merged at the end of the unit. Measurements: benchmarks/results.md, sections attend_decode and
+kv_formats.
 """
 
 from functools import cache, partial as bind
