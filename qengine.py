@@ -268,6 +268,7 @@ class PromptPass:
     shares_card: bool               # whether other micro-batches run at the same time
     batch: MicroBatch | Alone       # puts what layers change, and memory that micro-batches share, in order
     sparse_from: int | None         # where the first row stands in a sparse prompt; None: rows see all keys before them
+    n_keys: int | None = dataclasses.field(default=None, kw_only=True)      # that its last row sees; None: any number
 
     tiles: ClassVar = None
 
@@ -486,7 +487,7 @@ class Attention:
             kept = block_sparse.choose_pages(card, model.chooser, s.q, self.heads, pages, places, n, run.sparse_from,
                                              piece=model.piece)
             attention.attend_prefill(card, s.attended, s.q, qkv, pages, places, n, tiles=run.tiles, piece=model.piece,
-                                     sums=u.x, kept=kept)
+                                     sums=u.x, kept=kept, n_keys=run.n_keys)
         if self.out_proj.is_quantized:
             quantize.quantize_q8(card, u.quantized, s.attended, n, u.k)
         else:
@@ -974,6 +975,9 @@ class PromptRows(NamedTuple):
     is_sparse: bool = False
 
 
+NO_ROWS = PromptRows(0, 0, 0, [], [])
+
+
 class Stage:
     """A range of layers on one card: weights, caches, scratch memory, and the launches of decode steps, recorded.
 
@@ -1023,7 +1027,7 @@ class Stage:
         # One more: the rows after the last whole page may be a micro-batch of their own.
         self.streams = [card.stream(f"micro-batch {i}") for i in range(MICRO_BATCHES + 1)]
         self.recordings = Recordings(card)
-        self.prompt = PromptRows(0, 0, 0, [], [])       # of the pass that was begun last
+        self.prompt = NO_ROWS           # of the pass that was begun last
         self.layers_left: PassInParts | None = None     # of that pass
 
     @property
@@ -1083,7 +1087,7 @@ class Stage:
     def queue_pictures(self, placed, n_pieces: int | None) -> Span:
         """Queue the encoding of pictures into rows of the Sight, or n_pieces of it and the others by
         `continue_prompt`."""
-        self.prompt = PromptRows(0, 0, 0, [], [])
+        self.prompt = NO_ROWS
         self.layers_left = PassInParts(self.card.default_stream, [], self.sight.launch(placed))
         return self.continue_prompt(n_pieces)
 
@@ -1099,6 +1103,8 @@ class Stage:
                 self.model.block.prefill(self.model, self.prompt_pass(0, n, n), self.cache)
         for number in numbers if is_last else ():
             self.cache.save(slot, number)
+        if is_last:
+            self.prompt = NO_ROWS       # rows that others put into the inputs may stand anywhere
         return span
 
     def queue_first_choice(self, row: int, answer, n_drafts: int, log_probs: bool):
@@ -1202,8 +1208,9 @@ class Stage:
         inside = tuple(mark._replace(end=mark.end - start) for mark in marks if start < mark.end <= start + n)
         rows = dataclasses.replace(rows_of(self.inputs[start:], n_all), n=n)
         pictures = self.sight.shown(self.prompt.copies, start, n) if self.sight else ()
-        return PromptPass(rows, inside, pictures, n < n_all, batch,
-                          self.prompt.start + start if self.prompt.is_sparse else None)
+        at = self.prompt.start + start
+        return PromptPass(rows, inside, pictures, n < n_all, batch, at if self.prompt.is_sparse else None,
+                          n_keys=at + n if self.prompt.n else None)
 
     def launch_step(self, shape: StepShape, group: int, buffer: int):
         before = (buffer - 1) % BUFFERS if self.sampler else 0

@@ -388,9 +388,9 @@ def what_is_left(engine, service) -> list[str]:
     return faults
 
 
-def load(model=qengine.DEFAULT_MODEL, card=None, slots=8):
+def load(model=qengine.DEFAULT_MODEL, card=None, slots=8, kv=None):
     """An engine whose caches are too small for what it will be asked."""
-    return qengine.load(model, card=card, ctx=CONTEXT, slots=slots, kv_tokens=CONTEXT * slots,
+    return qengine.load(model, card=card, ctx=CONTEXT, slots=slots, kv=kv, kv_tokens=CONTEXT * slots,
                         checkpoint_memory=CHECKPOINT_MEMORY, checkpoint_host_memory=CHECKPOINT_MEMORY)
 
 
@@ -460,8 +460,9 @@ def main(arguments=None) -> int:
     parser.add_argument("--slots", type=int, default=8, help="of the server (default: 8)")
     parser.add_argument("--cards", type=int, default=64, help="different conversations (default: 64)")
     parser.add_argument("--patience", type=float, default=60, help="seconds that an answer may take (default: 60)")
+    parser.add_argument("--kv", metavar="FORMAT", help="as for qengine.py")
     choice = parser.parse_args(arguments)
-    engine = load(choice.model, choice.card, choice.slots)
+    engine = load(choice.model, choice.card, choice.slots, choice.kv)
     _, faults = soak(engine, choice.clients, 60 * choice.minutes, choice.cards, choice.patience,
                      choice.hostile)
     engine.close()

@@ -1,7 +1,8 @@
 """How fast a model runs, and how much of the cards it uses.
 
 Prefill is a whole prompt of random tokens, until its first answer token is on the host. Decode is steps of a batch of
-slots from a context on, each step until its tokens are on the host. Percentages are of what the probe found. Prefill:
+slots from a context on, each step until its tokens are on the host. Nobody reads that context before: its pages hold
+random keys and values, and the recurrent states begin as zeros, which takes as long as those of a text. Percentages are of what the probe found. Prefill:
 of the int8 operations that the dp4a units do at the measured clock, for the matrix products alone. Decode: of the bytes
 per second that the card reads, for weights, recurrent states and KV pages.
 
@@ -33,6 +34,7 @@ from kernels.assembler import find_assembler
 from kernels.bench import operation_seconds
 from kernels.card import Card, show_bytes
 from kernels.emulated.cards import CARDS
+from kernels.limits import FLOAT16
 from kernels.open import open_cards
 from kernels.operands import Matrix
 
@@ -80,6 +82,8 @@ class Bench:
         pages = pages_for(engine.n_ctx)
         for slot in range(batch):
             self.pipeline.set_pages(slot, list(range(slot * pages, (slot + 1) * pages)))
+        for stage in self.stages:
+            stage.worker.ask(make_up_pages, stage).result()
         if hits is not None:
             for stage in self.stages:
                 stage.worker.ask(make_up_experts, stage, hits).result()
@@ -144,7 +148,7 @@ class Bench:
     def decode(self, context: int) -> Throughput:
         """The Throughput of the batch from a context on."""
         for slot in range(self.batch):
-            self.prompt(context, slot)
+            self.pipeline.prepare_slot(slot, Request([0]))
         # Made-up experts depend on positions. At the positions of an earlier run, they would all be on the card.
         starts = [context + DECODE_STEPS * i * (self.hits is not None) for i in range(self.repeats + 1)]
         speeds = [self.batch * DECODE_STEPS / self.steps(start) for start in starts][1:]
@@ -232,6 +236,22 @@ class Bench:
 
         work = {"prefill": (n, prefill), "decode": (self.batch, functools.partial(self.step, stage))}
         return estimated_rates(stage.card, work)
+
+
+MADE_UP_PAGES = 16          # pages of random numbers; the others are copies of them
+
+
+def make_up_pages(stage: qengine.Stage):
+    """Fills all pages of a stage with keys and values from a Gaussian."""
+    card, rng = stage.card, np.random.default_rng(0)
+    for pages in stage.cache.pages.values():
+        for rows, array in zip(pages.format.kinds.values(), (pages.k, pages.v)):
+            n, (n_pages, n_kv_heads, tokens, _) = MADE_UP_PAGES, array.shape
+            made_up = rng.standard_normal((min(n, n_pages), n_kv_heads, tokens, stage.config.head_dim), np.float32)
+            card.copy_in(array[:n], rows.encode(made_up))
+            while n < n_pages:
+                card.copy(array[n:2 * n], array[:min(n, n_pages - n)])
+                n *= 2
 
 
 def make_up_experts(stage: qengine.Stage, hits: float):
@@ -349,8 +369,9 @@ def bench_cards(model: qengine.OpenModel, cards: list[Card] | None, emulated: bo
         if experts:
             print(f"\n{expert_line(experts)}", flush=True)
         checked = bench_checks(CheckBench(bench, n_tokens), contexts, options)
-        used = free - sum(card.free_bytes for card in cards)
-        print(f"\n{engine.name} on {', '.join(card.describe() for card in cards)}; peak memory {show_bytes(used)}")
+        used, kv = free - sum(card.free_bytes for card in cards), engine.config.kv
+        kept = f"; keys and values in {kv}" * (kv != FLOAT16)
+        print(f"\n{engine.name} on {', '.join(card.describe() for card in cards)}; peak memory {show_bytes(used)}{kept}")
         multiplied = [stage.model.products.describe(model.weights.formats()) for stage in engine.pipeline.stages]
         for card, said in zip(cards, multiplied):
             if said:
@@ -360,7 +381,7 @@ def bench_cards(model: qengine.OpenModel, cards: list[Card] | None, emulated: bo
             estimates = bench.estimates(lengths[0], contexts[0])
             print(f"\n{estimate_table(estimates)}")
     layers = [[stage.layers.start, stage.layers.stop - 1] for stage in engine.pipeline.stages]
-    return {"model": engine.name, "date": probe.now(), "cards": [card.facts() for card in cards], "layers": layers,
+    return {"model": engine.name, "kv": kv, "date": probe.now(), "cards": [card.facts() for card in cards], "layers": layers,
             "versions": probe.versions(), "probes": [report.to_dict() for report in reports], "products": multiplied,
             "peak_memory_bytes": used,
             "prefill": [dataclasses.asdict(speed) for speed in prefill],

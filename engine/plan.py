@@ -755,13 +755,15 @@ class Planner:
             raise RequestError("card", f"{blueprint.name} has {blueprint.n_layers} layers: {len(cards)} cards are too "
                                        "many")
         self.blueprint, self.demand, self.cards, self.spare = blueprint, demand, cards, list(spare)
+        self.asked = demand         # self.demand may also say what of the experts stays on the cards
         if demand.memory is not None:
             for card in [*cards, *spare]:
                 card.limit(demand.memory)
         self.plan = self.planned()
         if demand.expert_memory is not None and not self.costs.expert_bytes:
             raise RequestError("expert_memory", f"expert_memory: {blueprint.name} has no experts")
-        if not self.plan.fits and demand.expert_memory is None and self.costs.expert_bytes:
+        self.moves_experts = not self.plan.fits and demand.expert_memory is None and self.costs.expert_bytes > 0
+        if self.moves_experts:
             self._move_experts()
 
     @functools.cached_property
@@ -802,11 +804,13 @@ class Planner:
 
     def longest_context(self) -> int | None:
         """The most tokens of a context that fit, in whole pages. At most what the model was made for, or what is
-        demanded if that is more; and at most the demanded kv_tokens."""
+        demanded if that is more; and at most the demanded kv_tokens. Where experts had to leave the cards, all of them
+        may."""
         longest = pages_for(max(self.blueprint.context_length, self.demand.n_ctx))
         if self.demand.kv_tokens:
             longest = min(longest, self.demand.kv_tokens // PAGE_TOKENS)
-        n = most(1, longest, lambda n: self.planned(n_ctx=n * PAGE_TOKENS).fits)
+        moved = {"expert_memory": 0} if self.moves_experts else {}
+        n = most(1, longest, lambda n: self.planned(n_ctx=n * PAGE_TOKENS, **moved).fits)
         return n and n * PAGE_TOKENS
 
     def passes(self, n: int) -> list[tuple[int, int]]:
@@ -871,7 +875,7 @@ class Planner:
         for kv in KV_FORMATS:
             other, found = self, longest
             if kv != self.blueprint.kv:
-                other = Planner(self.blueprint.changed(kv=kv), self.cards, self.demand, self.spare)
+                other = Planner(self.blueprint.changed(kv=kv), self.cards, self.asked, self.spare)
                 found = other.longest_context()
             by_card = " + ".join(f"{stage.page_bytes // PAGE_TOKENS:,}" for stage in other.plan.on_paper)
             lines.append(f"{kv:9}{by_card:>28}{f'{found:,}' if found else 'none fits':>18}")

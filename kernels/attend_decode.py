@@ -52,10 +52,13 @@ that it is the last from a counter on the card, which it sets back to zero. Accu
 Pipe: half2 and fp32, about 600 instructions per lane for 64 keys and 4 heads. Bytes: 4 D per key and KV head in
 float16, read once; 4 (D + 2) written and read per unit and head.
 
-Keys and values of few bits lie in registers as they do in the page; a warp makes halves of its keys before the scores,
-and of its values before the products with them. Where they are turned (kernels/hadamard.py), a warp turns its query,
-and the block that merges the units turns the output back before the gate. Measurements: benchmarks/results.md, section
-attend_decode.
+**Few bits.** Keys and values of few bits lie in registers as they do in the page. A warp makes halves of its values
+before the products with them, and of its keys before the scores. Keys in 8 bits are multiplied as they are, by integers
+(kernels/attend_codes.py). A warp turns its query (kernels/hadamard.py), and the block that merges the units turns the
+output back before the gate. With fewer bytes to wait for, the waits of warps for each other take most of the time. So
+in a block of up to ALONE heads they do not wait: each warp has maxima, sums and results of its own, of its 8 keys of
+each page, and they are merged at the end of the unit. Measurements: benchmarks/results.md, sections attend_decode and
+kv_formats.
 """
 
 from functools import cache, partial as bind
@@ -65,6 +68,7 @@ import numpy as np
 from numba import cuda
 from numba.types import float16, float32, int32, uint32, uint64
 
+from kernels import attend_codes
 from kernels.attention import TOLERANCE_ALL, attention_reference, gates, head_error
 from kernels.bench import Case, main
 from kernels.card import Array
@@ -90,6 +94,7 @@ CHECK_ROWS = 8           # of an answer in a launch, at most: a warp makes the n
 MAX_HEADS = WARPS        # of a block in a plain step
 DIMS = 8                 # of a lane, 4 words
 MANY_ANSWERS = 4         # from which on blocks of a check may take several rows each
+ALONE = 4                # query heads of a block, at most, with which warps may work alone
 ROUNDS = 2               # of such blocks on all SMs: so many there must be
 MERGED = 16              # units whose results a thread loads at once when units are merged
 MERGED_SHAPE = MERGED, 4  # dims of a thread
@@ -152,10 +157,6 @@ def row_functions(kind, head_dim, own_keys):
             raw[i] = uint32(0)
 
     @cuda.jit(device=True, forceinline=True)
-    def nothing_to_expand(words, raw, lane):
-        pass
-
-    @cuda.jit(device=True, forceinline=True)
     def put_newest(words, at, new, lane):
         """Replaces key `new` of the warp's 8 by the row at a shared address, and also the keys after it, in whose place
         `load_rows` has loaded that key again."""
@@ -167,7 +168,7 @@ def row_functions(kind, head_dim, own_keys):
                 words[i], words[i + uint32(1)] = w0, w1
                 words[i + uint32(2)], words[i + uint32(3)] = w2, w3
 
-    return load_rows, expand_rows if expand else nothing_to_expand, put_newest
+    return load_rows, expand_rows, put_newest
 
 
 def newest_function(format, head_dim, rotary):
@@ -233,7 +234,7 @@ def product_functions(own_keys):
         return exchange(x0, x1, (lane & uint32(4)) != uint32(0), 4)
 
     @cuda.jit(device=True, forceinline=True)
-    def dot_heads(at0, at1, at2, at3, k, lane):
+    def dot_heads(at0, at1, at2, at3, own_at, k, lane):
         """q . k of four queries: lane l gets the product of query l % 4 and key l // 4."""
         x0, x1 = dot_keys(at0, k, lane), dot_keys(at1, k, lane)
         x2, x3 = dot_keys(at2, k, lane), dot_keys(at3, k, lane)
@@ -301,6 +302,139 @@ def unit_functions(head_dim, group):
     return weigh_units, load_units
 
 
+def warps_work_alone(format, group):
+    """Whether the warps of a block wait for each other at the end of a unit only: `alone_functions`."""
+    return format.expands and group <= ALONE
+
+
+def alone_functions(format, head_dim, group, parts):
+    """walk_alone and merge_warps, for a block of one row. parts: device functions.
+
+    Each warp has a maximum, a sum and a result of its own, of its 8 keys of each page: a lane those of its 8 dims of all
+    heads. So no warp waits for another until the end of the unit, when the results of the warps are added in increasing
+    order, rescaled to the highest maximum."""
+    (load_keys, expand_keys, put_keys), (load_values, expand_values, put_values), (dot_heads, chain_values) = parts
+    k_row, own_keys, expands_keys = format.keys.row(head_dim), KEYS * head_dim // (32 * DIMS), not format.keys.by_codes
+    n_quads, most, query_bytes = -(-group // 4), uint32(group - 1), 2 * head_dim if expands_keys else 4 * k_row
+    k_bytes, n_spans, n_o = 4 * k_row, 32 * DIMS // head_dim * WARPS, DIMS * group
+
+    @cuda.jit(device=True, forceinline=True)
+    def weigh(x, high, total, quad):
+        """Probabilities of the scores x of the lane's key and head, relative to the highest so far: (p, what rescales
+        the pages before)."""
+        page_high = x
+        for offset in (4, 8, 16):
+            page_high = float_max(page_high, cuda.shfl_xor_sync(EVERY_LANE, page_high, offset))
+        new_high = float_max(high[quad], page_high)
+        of_before, p = exp(high[quad] - new_high), exp(x - new_high)
+        high[quad], total[quad] = new_high, cuda.fma(total[quad], of_before, p)
+        return p, of_before
+
+    @cuda.jit(device=True, forceinline=True)
+    def walk_alone(o, factors, totals, words, k_pages, v_pages, block_table, cache, pages, page, last,
+                   query_at, queries, newest_at, new_rows, score_places, warp, lane):
+        kw, loaded_keys, vw, loaded_values, pw = words
+        max_pages, slot, kv_head, n_kv = cache
+        first_page, end_page, last_page, position = pages
+        p_at, score_at = score_places
+        first_key, own_head = uint32(warp * uint32(KEYS)), uint32(lane & uint32(3))
+        high, total = cuda.local.array(n_quads, float32), cuda.local.array(n_quads, float32)
+        for quad in range(uint32(n_quads)):
+            high[quad], total[quad] = float32(MINUS_INFINITY), float32(0.0)
+        for i in range(uint32(n_o)):
+            o[i] = float32(0.0)
+        for done in range(uint32(end_page - first_page)):
+            number = uint32(first_page + uint32(done) + uint32(1))
+            next_last, next_page = uint32(0), page
+            more = number < end_page
+            if more:
+                next_page = head_of_page(block_table, max_pages, slot, number, kv_head, n_kv)
+                next_last = uint32(min(uint32(position - number * uint32(PAGE)), uint32(PAGE - 1)))
+            load_next = more and first_key <= next_last
+            if first_key <= last:
+                if expands_keys:
+                    expand_keys(kw, loaded_keys, lane)
+                if number > last_page:
+                    put_keys(kw, newest_at, new_rows, uint32(0), first_key, lane)
+                for quad in range(uint32(n_quads)):
+                    g = uint32(uint32(4) * quad)
+                    own_g = uint32(min(uint32(g + own_head), most))     # the last head again
+                    x = dot_heads(query_at + uint64(uint32(g * uint32(query_bytes))),
+                                  query_at + uint64(uint32(min(g + uint32(1), most) * uint32(query_bytes))),
+                                  query_at + uint64(uint32(min(g + uint32(2), most) * uint32(query_bytes))),
+                                  query_at + uint64(uint32(min(g + uint32(3), most) * uint32(query_bytes))),
+                                  queries + uint64(uint32(own_g * uint32(query_bytes))), kw, lane)
+                    x = x if uint32(first_key + uint32(lane >> uint32(2))) <= last else float32(MINUS_INFINITY)
+                    p, of_before = weigh(x, high, total, quad)
+                    store_shared(score_at + uint64(uint32(own_g * uint32(4 * PAGE))), pack_half2(p, p))
+                    if not cuda.all_sync(EVERY_LANE, of_before == float32(1.0)):
+                        for i in range(uint32(min(4, group))):
+                            f = cuda.shfl_sync(EVERY_LANE, of_before, i)
+                            if g + i < uint32(group):
+                                for d in range(uint32(DIMS)):
+                                    n = uint32(uint32(DIMS) * uint32(g + i) + d)
+                                    o[n] = o[n] * f
+                cuda.syncwarp()
+                if load_next:
+                    load_keys(loaded_keys, k_pages, next_page, first_key, next_last, lane)
+                expand_values(vw, loaded_values, lane)
+                if number > last_page:
+                    put_values(vw, newest_at + uint64(k_bytes), new_rows, uint32(0), first_key, lane)
+                for g in range(uint32(group)):
+                    at = p_at + uint64(uint32(g * uint32(4 * PAGE)))
+                    pw[0], pw[1], pw[2], pw[3] = load_shared4(at)
+                    if own_keys == KEYS:
+                        pw[4], pw[5], pw[6], pw[7] = load_shared4(at + uint64(16))
+                    for w in range(uint32(DIMS // 2)):
+                        h, n = chain_values(pw, vw, w), uint32(uint32(DIMS) * g + uint32(2) * w)
+                        o[n], o[n + uint32(1)] = o[n] + half2_low(h), o[n + uint32(1)] + half2_high(h)
+                if load_next:
+                    load_values(loaded_values, v_pages, next_page, first_key, next_last, lane)
+                cuda.syncwarp()
+            page, last = next_page, next_last
+        for quad in range(uint32(n_quads)):
+            x = total[quad]
+            for offset in (4, 8, 16):
+                x = x + cuda.shfl_xor_sync(EVERY_LANE, x, offset)
+            g = uint32(uint32(4) * quad + lane)
+            if lane < uint32(4) and g < uint32(group):
+                factors[uint32(warp * uint32(group) + g)], totals[uint32(warp * uint32(group) + g)] = high[quad], x
+
+    @cuda.jit(device=True, forceinline=True)
+    def merge_warps(partial, chains, factors, totals, o, records, unit, span, row_lane, warp, lane):
+        cuda.syncthreads()
+        if warp < uint32(group):
+            at = uint32(uint32(lane & uint32(WARPS - 1)) * uint32(group) + warp)
+            high, total = factors[at], totals[at]
+            highest = warp_max(high)
+            f = exp(high - highest)
+            total = total * f
+            for offset in (1, 2, 4):
+                total = total + cuda.shfl_xor_sync(EVERY_LANE, total, offset)
+            cuda.syncwarp()
+            if lane < uint32(WARPS):
+                factors[at] = f
+            if lane == uint32(0):
+                to = uint32(uint32(records + warp * uint32(UNITS) + unit) * uint32(head_dim + RECORD) + uint32(head_dim))
+                partial[to], partial[uint32(to + uint32(1))] = highest, total
+        cuda.syncthreads()
+        thread = uint32(warp * uint32(32) + lane)
+        for g in range(uint32(group)):
+            f = factors[uint32(warp * uint32(group) + g)]
+            at = uint32(span * uint32(head_dim) + row_lane * uint32(DIMS))
+            for d in range(uint32(DIMS)):
+                chains[uint32(at + d)] = o[uint32(uint32(DIMS) * g + d)] * f
+            cuda.syncthreads()
+            if thread < uint32(head_dim):
+                x = chains[thread]
+                for s in range(uint32(1), uint32(n_spans)):
+                    x = x + chains[uint32(s * uint32(head_dim) + thread)]
+                partial[uint32(uint32(records + g * uint32(UNITS) + unit) * uint32(head_dim + RECORD) + thread)] = x
+            cuda.syncthreads()
+
+    return walk_alone, merge_warps
+
+
 # ---- kernel ------------------------------------------------------------------------------------------------
 
 def shares_of(group):
@@ -325,12 +459,17 @@ def attend_kernel(format, group, head_dim, rotary, gated, quantized, early, widt
     own_keys, n_spans = KEYS // spans, WARPS * spans        # keys of a lane; spans of the block
     sides = 32 * WARPS // words                             # threads that own the same 2 dims, of different heads
     n_own, is_even = -(-group // sides), group % sides == 0     # heads of a thread, 2 dims of each
-    n_o, n_words, n_newest = 2 * n_own * rows, own_keys * DIMS // 2, width * (k_row + v_row)
+    n_o, n_v_words, n_newest = 2 * n_own * rows, own_keys * DIMS // 2, width * (k_row + v_row)
     n_k_loaded, n_v_loaded = (own_keys * each.n_raw for each in format.functions(head_dim))
-    expands = format.expands
+    by_codes = format.keys.by_codes
+    expands_keys, expands_values = format.keys.expands and not by_codes, format.values.expands
     n_heads = rows * group                                  # of the block: at most one for each warp
-    n_query, n_scores = n_heads * head_dim, n_heads * PAGE
-    n_chains = n_spans * group * words
+    query_row, n_scores = k_row if by_codes else head_dim, n_heads * PAGE
+    n_query, alone = n_heads * query_row, warps_work_alone(format, group)
+    n_o = DIMS * group if alone else n_o
+    query_bytes, lane_bytes = (4 * k_row, 4) if by_codes else (2 * head_dim, 2 * DIMS)
+    n_chains = max(n_spans * group * words, n_spans * head_dim if alone else 0)
+    n_factors = WARPS * group if alone else n_heads
     n_quads, most = -(-group // 4), uint32(group - 1)       # of heads
     n_rounds, n_fours = -(-group * head_dim // (4 * 32 * WARPS)), group * head_dim // 4
     query_width = 2 * head_dim if gated else head_dim
@@ -342,6 +481,11 @@ def attend_kernel(format, group, head_dim, rotary, gated, quantized, early, widt
     load_values, expand_values, put_value = row_functions(format.values, head_dim, own_keys)
     store_newest = newest_function(format, head_dim, rotary)
     dot_heads, chain_values = product_functions(own_keys)
+    query_type, n_k_words = float16, n_v_words
+    if by_codes:
+        store_query = attend_codes.store_query_function(format.keys, head_dim, rotary)
+        load_keys, put_key, dot_heads = attend_codes.key_functions(format.keys, head_dim, own_keys)
+        query_type, n_k_words = element, attend_codes.n_key_words(own_keys)
     weigh_units, load_units = unit_functions(head_dim, group)
 
     @cuda.jit(device=True, forceinline=True)
@@ -391,6 +535,11 @@ def attend_kernel(format, group, head_dim, rotary, gated, quantized, early, widt
                 o[i] = cuda.fma(x, factors[t], o[i] * totals[t])
                 o[i + uint32(1)] = cuda.fma(y, factors[t], o[i + uint32(1)] * totals[t])
 
+    walk_alone = merge_warps = None
+    if alone:
+        walk_alone, merge_warps = alone_functions(format, head_dim, group, (
+            (load_keys, expand_keys, put_keys), (load_values, expand_values, put_values), (dot_heads, chain_values)))
+
     @cuda.jit(launch_bounds=(32 * WARPS, RESIDENT))
     def attend(out, scales, partial, arrived, projected, q_norm, k_norm, rope_pos, inv_freq, k_pages, v_pages,
                block_table, row_slot, row_pos, n_answers, enough, stride, k_column, v_column, n_positions, max_pages,
@@ -398,20 +547,21 @@ def attend_kernel(format, group, head_dim, rotary, gated, quantized, early, widt
         let_next_begin()
         if not early:
             wait_for_previous()
-        query = cuda.shared.array(n_query, float16)        # [head of the group][head_dim]
-        scores = cuda.shared.array(n_scores, uint32)       # [head][64 keys]: float32, then p as two halves
+        query = cuda.shared.array(n_query, query_type, alignment=16)    # [head of the group][head_dim], or [row]
+        scores = cuda.shared.array(n_scores, uint32, alignment=16)      # [head][64 keys]: float32, then p twice
         # In the loop over pages words [span][head][words]; at the end factors, then sums of units, [head][unit] each.
-        chains = cuda.shared.array(n_chains, float32)
-        factors = cuda.shared.array(n_heads, float32)      # what rescales this page,
-        totals = cuda.shared.array(n_heads, float32)       # and the pages before
+        chains = cuda.shared.array(n_chains, float32, alignment=16)
+        factors = cuda.shared.array(n_factors, float32)    # what rescales this page,
+        totals = cuda.shared.array(n_factors, float32)     # and the pages before; or [warp][head]: highs, then totals
         newest = cuda.shared.array(n_newest, element, alignment=16)     # [new row][key, value]
         new_rows = cuda.shared.array(2, uint32)     # place of the first in its page; how many before the block's
         is_last = cuda.shared.array(1, uint32)
-        kw = cuda.local.array(n_words, uint32)          # of the page, as halves
-        vw = cuda.local.array(n_words, uint32)
+        kw = cuda.local.array(n_k_words, uint32)        # of the page, as halves or codes
+        vw = cuda.local.array(n_v_words, uint32)
         loaded_keys, loaded_values = kw, vw             # of the page, or of the next one, as they lie there
-        if expands:
+        if expands_keys:
             loaded_keys = cuda.local.array(n_k_loaded, uint32)
+        if expands_values:
             loaded_values = cuda.local.array(n_v_loaded, uint32)
         pw = cuda.local.array(own_keys, uint32)
         o = cuda.local.array(n_o, float32)
@@ -497,7 +647,7 @@ def attend_kernel(format, group, head_dim, rotary, gated, quantized, early, widt
         if thread == uint32(0):
             new_rows[0], new_rows[1] = uint32(new_key - before), before
         if own_head < n_live:
-            store_query(query, uint32(own_head * uint32(head_dim)), lane, x, w, angles, eps)
+            store_query(query, uint32(own_head * uint32(query_row)), lane, x, w, angles, eps)
         cuda.syncthreads()
 
         high, total = float32(MINUS_INFINITY), float32(0.0)  # of the pages so far; warp t: of head t of the block
@@ -508,7 +658,7 @@ def attend_kernel(format, group, head_dim, rotary, gated, quantized, early, widt
         span, row_lane = warp, lane                     # the lane's span and its place there
         if spans == 2:
             span, row_lane = uint32(thread >> uint32(4)), uint32(lane & uint32(15))
-        query_at = shared_address(query) + uint64(uint32(row_lane * uint32(16)))
+        query_at = shared_address(query) + uint64(uint32(row_lane * uint32(lane_bytes)))
         newest_at = shared_address(newest)
         p_at = shared_address(scores) + uint64(uint32(first_key * uint32(4)))
         score_at = p_at + uint64(uint32(uint32(lane >> uint32(2)) * uint32(4)))
@@ -519,7 +669,13 @@ def attend_kernel(format, group, head_dim, rotary, gated, quantized, early, widt
         sum_at = shared_address(chains) + uint64(uint32(uint32(side * uint32(words) + word) * uint32(4)))
         if spans == 2:
             p_at = p_at + uint64(uint32(uint32(lane >> uint32(4)) * uint32(4 * own_keys)))
-        for done in range(uint32(end_page - first_page)):
+        if alone:
+            walk_alone(o, factors, totals, (kw, loaded_keys, vw, loaded_values, pw), k_pages, v_pages, block_table,
+                       (max_pages, slot, kv_head, n_kv), (first_page, end_page, last_page, position), page, last,
+                       query_at, shared_address(query), newest_at, new_rows, (p_at, score_at), warp, lane)
+            merge_warps(partial, chains, factors, totals, o, records_of(row, n_kv, share), unit, span, row_lane, warp,
+                        lane)
+        for done in range(uint32(0) if alone else uint32(end_page - first_page)):
             number = uint32(first_page + uint32(done) + uint32(1))
             next_last, next_page = uint32(0), page
             more = number < end_page
@@ -527,7 +683,8 @@ def attend_kernel(format, group, head_dim, rotary, gated, quantized, early, widt
                 next_page = head_of_page(block_table, max_pages, slot, number, kv_head, n_kv)
                 next_last = uint32(min(uint32(position - number * uint32(PAGE)), uint32(PAGE - 1)))
             load_next = more and first_key <= next_last
-            expand_keys(kw, loaded_keys, lane)
+            if expands_keys:
+                expand_keys(kw, loaded_keys, lane)
             for r in range(count):
                 row_last = last
                 if number > last_page:
@@ -536,14 +693,16 @@ def attend_kernel(format, group, head_dim, rotary, gated, quantized, early, widt
                 if first_key <= row_last:
                     for quad in range(uint32(n_quads)):
                         g, of_row = uint32(uint32(4) * quad), uint32(r * uint32(group))
-                        at = query_at + uint64(uint32(of_row * uint32(2 * head_dim)))
-                        x = dot_heads(at + uint64(uint32(g * uint32(2 * head_dim))),
-                                      at + uint64(uint32(min(g + uint32(1), most) * uint32(2 * head_dim))),
-                                      at + uint64(uint32(min(g + uint32(2), most) * uint32(2 * head_dim))),
-                                      at + uint64(uint32(min(g + uint32(3), most) * uint32(2 * head_dim))),
+                        own_g = uint32(min(uint32(g + uint32(lane & uint32(3))), most))  # the last head again
+                        at = query_at + uint64(uint32(of_row * uint32(query_bytes)))
+                        x = dot_heads(at + uint64(uint32(g * uint32(query_bytes))),
+                                      at + uint64(uint32(min(g + uint32(1), most) * uint32(query_bytes))),
+                                      at + uint64(uint32(min(g + uint32(2), most) * uint32(query_bytes))),
+                                      at + uint64(uint32(min(g + uint32(3), most) * uint32(query_bytes))),
+                                      shared_address(query) + uint64(uint32(of_row + own_g) * uint32(query_bytes)),
                                       kw, lane)
-                        g = uint32(min(uint32(g + uint32(lane & uint32(3))), most))  # the last head again
-                        store_shared(score_at + uint64(uint32(uint32(of_row + g) * uint32(4 * PAGE))), float_as_word(x))
+                        store_shared(score_at + uint64(uint32(uint32(of_row + own_g) * uint32(4 * PAGE))),
+                                     float_as_word(x))
             if load_next:
                 load_keys(loaded_keys, k_pages, next_page, first_key, next_last, lane)
             cuda.syncthreads()
@@ -568,7 +727,8 @@ def attend_kernel(format, group, head_dim, rotary, gated, quantized, early, widt
                     factors[warp], totals[warp] = of_page, of_before
             cuda.syncthreads()
 
-            expand_values(vw, loaded_values, lane)
+            if expands_values:
+                expand_values(vw, loaded_values, lane)
             for r in range(uint32(rows)):
                 if rows > 1 and r >= count:
                     break
@@ -597,7 +757,7 @@ def attend_kernel(format, group, head_dim, rotary, gated, quantized, early, widt
                     cuda.syncthreads()  # before the next row's chains overwrite these
             page, last = next_page, next_last
 
-        for r in range(uint32(rows)):
+        for r in range(uint32(0) if alone else uint32(rows)):
             if r < count:
                 records = records_of(uint32(row + r * n_answers), n_kv, share)
                 for j in range(uint32(n_own)):
@@ -606,7 +766,7 @@ def attend_kernel(format, group, head_dim, rotary, gated, quantized, early, widt
                         to = uint32(uint32(records + g * uint32(UNITS) + unit) * uint32(record) + uint32(2) * word)
                         i = uint32(uint32(2) * uint32(r * uint32(n_own) + j))
                         partial[to], partial[uint32(to + uint32(1))] = o[i], o[i + uint32(1)]
-        if warp < n_live and lane == uint32(0):
+        if not alone and warp < n_live and lane == uint32(0):
             of_row, head = row_and_head(warp)
             records = records_of(uint32(row + of_row * n_answers), n_kv, share)
             to = uint32(uint32(records + head * uint32(UNITS) + unit) * uint32(record) + uint32(head_dim))
@@ -767,10 +927,18 @@ def launcher(card, case, width=1):
     return launch, there, scratch
 
 
+def rounded_query(format, q):
+    """Queries [.., head_dim] with attention's scale as the kernel has them, turned back: float64."""
+    if not format.keys.by_codes:
+        return turned_back(format, turned(format, q).astype(np.float16))
+    scale = q.shape[-1] ** -0.5
+    return turned_back(format, format.keys.decode(format.keys.encode(q / scale))) * scale
+
+
 def expected(case, k_pages, v_pages):
     """float64 [rows, heads D] from the pages as they are after the launch."""
     heads, format, found = case.qkv.heads, case.pages.format, []
-    q = turned_back(format, turned(format, query_reference(case.qkv)).astype(np.float16))
+    q = rounded_query(format, query_reference(case.qkv))
     gate = gates(case.qkv.products.values, heads)
     for row, position in enumerate(case.places.positions):
         k, v = (turned_back(kind, read_pages(kind, pages, case.pages.block_table, row, position + 1))

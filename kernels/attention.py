@@ -331,9 +331,9 @@ def tiles_kernel(expanded, head_dim, gated, packed, sparse=False):
 
         If expanded, k_pages and v_pages hold pages first_page .. + n_pages - 1 of the sequence, as slot 0 of a table.
         `sums` has 256 floats for each unit, between two pieces: of each lane `high` and `total`."""
-        q_tile = cuda.shared.array(n_query, uint32)
-        tile = cuda.shared.array(TILE, uint32)
-        p_tile = cuda.shared.array(P_TILE, uint32)
+        q_tile = cuda.shared.array(n_query, uint32, alignment=16)
+        tile = cuda.shared.array(TILE, uint32, alignment=16)
+        p_tile = cuda.shared.array(P_TILE, uint32, alignment=16)
         if sparse:
             words_at = cuda.shared.array(1, uint32)     # where the words of `kept` begin, for want of registers
         # Local arrays: all indices are constants once unrolled, so these are registers.
@@ -577,7 +577,7 @@ def tiles_of(lengths, starts, group):
 
 
 def attend_prefill(card, out, q, qkv, pages, places, rows, *, tiles=None, piece=None, sums=None, kept=None,
-                   stream=None):
+                   n_keys=None, stream=None):
     """out float32 [rows, heads * head_dim] for rows whose keys and values are in the pages already. They are rows of
     one slot (places.slots[0]) at positions places.positions[0], places.positions[0] + 1, ...; or, where there are
     tiles, int32 [blocks, 3] of `tiles_of`, parts of texts. q float16 [rows, heads, head_dim] as `norm_rope_q` makes it;
@@ -585,7 +585,8 @@ def attend_prefill(card, out, q, qkv, pages, places, rows, *, tiles=None, piece=
 
     kept: the pages that a sparse prompt reads, uint32 [query pages, n_kv, words]; its first row is at a multiple of 64.
     For pages of few bits, which know no tiles: piece, a kernels/kv_expand.py Piece, and sums, any float32 array of at
-    least heads * 32 elements for each of the rows, rounded up to ROWS. Writes out, piece and sums, never allocates."""
+    least heads * 32 elements for each of the rows, rounded up to ROWS. n_keys: that the last row sees, if the host
+    knows it: pieces behind them are not launched. Writes out, piece and sums, never allocates."""
     heads, products = qkv.heads, qkv.products
     expanded, max_pages = pages.format.expands, pages.block_table.shape[1]
     kernel = tiles_kernel(expanded, heads.head_dim, heads.gated, tiles is not None, kept is not None)
@@ -593,7 +594,8 @@ def attend_prefill(card, out, q, qkv, pages, places, rows, *, tiles=None, piece=
     tiles = places.slots if tiles is None else tiles.reshape(-1)    # arrays that the kernel does not look at
     kept, n_words = (places.slots, 0) if kept is None else (kept.reshape(-1), kept.shape[-1])
     halves, sums, n_pages = (piece, sums, piece.n_pages) if expanded else (pages, out, max_pages)
-    for first in range(0, max_pages, n_pages):      # in pieces behind the last key, all blocks end at once
+    held = max_pages if n_keys is None else min(-(-n_keys // PAGE), max_pages)
+    for first in range(0, held, n_pages):           # in pieces behind the last key, all blocks end at once
         if expanded:
             expand_pages(card, piece, pages, places, rows, first, stream=stream)
         card.launch(kernel, grid, (32, WARPS), out.reshape(-1), q.reshape(-1), products.values.reshape(-1),

@@ -10,6 +10,7 @@ format, a page of one head is 64 rows, one after the other, a row for each token
     name       keys, values      bytes of both, for a head of 256
     float16    halves            1,024
     q8         8 bits            520        one scale for each 128 dims
+    q8+4       8 and 4 bits      392
     q8+3       8 and 3 bits      360
     q4         4 bits            264
     q3         3 bits            200
@@ -52,7 +53,7 @@ from numba.cuda import libdevice
 from numba.types import float16, float32, int32, uint32, uint64
 
 from kernels.hadamard import BLOCK, EVERY_LANE, ROOT, turn, turn_back_reference, turn_reference
-from kernels.intrinsics import (BIAS_FLOAT, BIAS_WORD, both_high, both_low, div_rn, float_as_word, float_max,
+from kernels.intrinsics import (BIAS_FLOAT, BIAS_WORD, div_rn, float_as_word, float_max,
                                 float_min, hadd2, half_bits, hfma2, hmul2, load_shared, load_shared4, load_word,
                                 load_words4, prmt, warp_max, warp_sum)
 from kernels.limits import FLOAT16
@@ -70,6 +71,12 @@ class RowFunctions(NamedTuple):
     load_shared(address, c)      4 such words of a row in shared memory
     pack(x, lane)                what a warp stores of a head; x: the lane's values as a tuple (kernels/rope.py)
     write(out, at, lane, packed) a warp writes the row at element `at` of a global or shared array
+
+    Of rows in 8 bits also, for products of integers:
+
+    load_codes(pages, at, c)        the codes of a chunk as 2 words, of the row at element `at` of the pages
+    load_shared_codes(address, c)   the same of a row in shared memory
+    scales                          element of a row: the word with its scales
     """
 
     n_raw: int
@@ -78,6 +85,9 @@ class RowFunctions(NamedTuple):
     load_shared: Callable
     pack: Callable
     write: Callable
+    load_codes: Callable | None = None
+    load_shared_codes: Callable | None = None
+    scales: int = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,8 +106,14 @@ class Rows:
     functions: Callable         # functions(head_dim): RowFunctions
     encode: Callable
     decode: Callable
+    by_codes: bool              # whether scores of decoded tokens are products of codes (kernels/attend_codes.py)
     tolerance: float            # of a stored value: the largest error of encode and decode, relative to the row's |max|
     error: float                # relative L2 error of random rows from a Gaussian, at most
+
+    @property
+    def expands(self) -> bool:
+        """Whether the rows are anything else than halves."""
+        return self is not HALVES
 
 
 @dataclass(frozen=True, eq=False)
@@ -122,7 +138,7 @@ class KVFormat:
     @property
     def expands(self) -> bool:
         """Whether rows are anything else than halves."""
-        return self.keys is not HALVES
+        return self.keys.expands
 
     @property
     def kinds(self) -> dict[str, Rows]:
@@ -187,7 +203,7 @@ def _half_functions(head_dim):
 
 
 HALVES = Rows("halves", np.float16, float16, False, lambda head_dim: head_dim, _half_functions, _to_half, _to_half,
-              tolerance=2.0 ** -11, error=2.0 ** -12)
+              by_codes=False, tolerance=2.0 ** -11, error=2.0 ** -12)
 
 
 # ---- few bits ----------------------------------------------------------------------------------------------
@@ -401,7 +417,7 @@ def _code_functions(bits, head_dim):
 
     @cuda.jit(device=True, forceinline=True)
     def halves_of(w0, w1, scales, chunk):
-        t = both_high(scales) if chunk >= uint32(BLOCK // 8) else both_low(scales)
+        t = prmt(scales, uint32(0), uint32(0x3232) if chunk >= uint32(BLOCK // 8) else uint32(0x1010))
         if bits == 3:
             w0 = _three_bytes(w0, w1, chunk)
         return halves(w0, w1, t)
@@ -412,9 +428,18 @@ def _code_functions(bits, head_dim):
         return halves_of(raw[n + uint32(1)], raw[uint32(n + uint32(n_raw - 1))], raw[n], chunk)
 
     @cuda.jit(device=True, forceinline=True)
+    def load_codes(pages, at, chunk):
+        return (load_word(pages, uint64(at + uint64(word_of(chunk, uint32(0))))),
+                load_word(pages, uint64(at + uint64(word_of(chunk, uint32(1))))))
+
+    @cuda.jit(device=True, forceinline=True)
+    def load_shared_codes(address, chunk):
+        return (load_shared(address + uint64(uint32(word_of(chunk, uint32(0)) * uint32(4)))),
+                load_shared(address + uint64(uint32(word_of(chunk, uint32(1)) * uint32(4)))))
+
+    @cuda.jit(device=True, forceinline=True)
     def load_shared_row(address, chunk):
-        w0 = load_shared(address + uint64(uint32(word_of(chunk, uint32(0)) * uint32(4))))
-        w1 = load_shared(address + uint64(uint32(word_of(chunk, uint32(1)) * uint32(4))))
+        w0, w1 = load_shared_codes(address, chunk)
         return halves_of(w0, w1, load_shared(address + uint64(4 * n_words)), chunk)
 
     @cuda.jit(device=True, forceinline=True)
@@ -439,7 +464,10 @@ def _code_functions(bits, head_dim):
         if lane == uint32(0):
             out[at + uint32(n_words)] = packed[-1]
 
-    return RowFunctions(n_raw, load, expand, load_shared_row, pack_256 if head_dim == 2 * BLOCK else pack_128, write)
+    found = RowFunctions(n_raw, load, expand, load_shared_row, pack_256 if head_dim == 2 * BLOCK else pack_128, write)
+    if bits == 8:
+        return found._replace(load_codes=load_codes, load_shared_codes=load_shared_codes, scales=n_words)
+    return found
 
 
 def _warp_sum(x):
@@ -506,7 +534,7 @@ def _decode(bits, rows):
 def _few_bits(bits, tolerance, error):
     code = Code(bits)
     return Rows(f"{bits} bits", np.uint32, uint32, True, code.row, lambda head_dim: _code_functions(bits, head_dim),
-                lambda x: _encode(bits, x), lambda rows: _decode(bits, rows), tolerance, error)
+                lambda x: _encode(bits, x), lambda rows: _decode(bits, rows), bits == 8, tolerance, error)
 
 
 # Tolerance: with 8 bits half a step, 1/254, and roundings to halves; with fewer what is clipped, 0.13 and 0.25, and
@@ -520,5 +548,5 @@ Q3 = _few_bits(3, tolerance=0.35, error=0.1935)
 # ---- the formats -------------------------------------------------------------------------------------------
 
 KV_FORMATS = {format.name: format for format in (
-    KVFormat(FLOAT16, HALVES, HALVES), KVFormat("q8", Q8, Q8), KVFormat("q8+3", Q8, Q3),
-    KVFormat("q4", Q4, Q4), KVFormat("q3", Q3, Q3))}
+    KVFormat(FLOAT16, HALVES, HALVES), KVFormat("q8", Q8, Q8), KVFormat("q8+4", Q8, Q4),
+    KVFormat("q8+3", Q8, Q3), KVFormat("q4", Q4, Q4), KVFormat("q3", Q3, Q3))}

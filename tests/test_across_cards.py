@@ -267,12 +267,12 @@ def patience(fault, monkeypatch):
     GATE.set()
 
 
-@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("n, kv", [(1, "float16"), (1, "q8+3"), (3, "float16")])
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_card_that_fails_is_named(n, fault, patience):
+def test_a_card_that_fails_is_named(n, kv, fault, patience):
     """Whichever it is, and in whatever way: all requests hear of it, and nothing hangs."""
     for number in range(n):
-        engine = load((4,) if n == 1 else (1, 2, 1))
+        engine = load((4,) if n == 1 else (1, 2, 1), kv=kv)
         bad, before = engine.cards[number], time.time()
         generations = [engine.submit(request(seed, 100, 300)) for seed in range(SLOTS + 2)]
         next(iter(generations[0]))

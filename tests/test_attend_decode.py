@@ -7,7 +7,7 @@ from kernels.kv_formats import KV_FORMATS
 from kernels.open import open_cards
 from kernels.records import Places
 from kernels.rope import heads_of
-from tests.kinds import of_formats
+from tests.kinds import KV_KINDS, of_formats
 
 FLOAT16 = KV_FORMATS["float16"]
 SHAPES = [rope.QWEN35, rope.QWEN3]
@@ -16,6 +16,15 @@ SHAPES = [rope.QWEN35, rope.QWEN3]
 @pytest.mark.parametrize("format, case", of_formats(attend_decode.CASES, every=True), ids=str)
 def test_decode_equals_the_reference(card, format, case):
     attend_decode.check(card, format, case)
+
+
+@pytest.mark.parametrize("name", ["float16", *KV_KINDS])
+@pytest.mark.parametrize("case", [((2, 1, (0, 70)), shape) for shape in SHAPES] + [((3, 1, (70,)), SHAPES[0])], ids=str)
+def test_no_access_is_out_of_place(name, case):
+    """Checked one by one, with numbers of heads that put arrays of shared memory at odd places."""
+    card, = open_cards("emulated")
+    with card.checking():
+        attend_decode.check(card, KV_FORMATS[name], case)
 
 
 EARLY_CASES = [((4, 2, (0, 609, 63)), shape) for shape in SHAPES]

@@ -82,7 +82,7 @@ def test_names_are_unique_and_known():
     float16 = KV_FORMATS["float16"]
     assert (float16.token_bytes(4, 256), float16.page_bytes(4, 256)) == (4096, 262144)
     bytes_of_head = {name: format.token_bytes(1, 256) for name, format in KV_FORMATS.items()}
-    assert bytes_of_head == {"float16": 1024, "q8": 520, "q8+3": 360, "q4": 264, "q3": 200}
+    assert bytes_of_head == {"float16": 1024, "q8": 520, "q8+4": 392, "q8+3": 360, "q4": 264, "q3": 200}
 
 
 def test_the_help_names_every_format():

@@ -17,7 +17,7 @@ from tests.models import TINY
 
 # KL divergence from float16 of the shipped model, mean over a text, in nats: (at least, at most). Products with 8-bit
 # activations alone make 0.002 of any change. Measured on the first 505 tokens of README.md: benchmarks/results.md.
-DIVERGENCE = {"q8": (0, 0.005), "q8+3": (0.005, 0.02), "q4": (0.005, 0.02), "q3": (0.01, 0.04)}
+DIVERGENCE = {"q8": (0, 0.005), "q8+4": (0, 0.02), "q8+3": (0.005, 0.02), "q4": (0.005, 0.02), "q3": (0.01, 0.04)}
 TEXT = """The emulated card executes the same kernels as a real one. It counts what each pipe did, and it tells how long
 a kernel would take on a card that few people have. Attention reads every key once. Its scores are sums of products in
 half precision, and its statistics are kept in single precision, so that an answer does not depend on the length of the
@@ -58,6 +58,23 @@ def test_neither_chunks_nor_cached_prefixes_nor_drafts_nor_cards_change_bits(nam
     assert (logits != said(one(), "float16")[0]).any()
 
 
+def test_pieces_behind_the_last_key_are_not_launched():
+    """A prompt of three pages in a context of three pieces; then rows of which the host does not know where they are."""
+    card = open_cards("emulated")[0]
+    engine = qengine.load(TINY, card=card, progress=False, kv="q8+3", ctx=40_000, chunk=64, draft="off")
+    stage, ids = engine.pipeline.last, PROMPT[:150]
+    layers, passes = len(stage.cache.pages), 3
+    with card.counting() as log:
+        engine.submit(qengine.Request(ids, max_tokens=1)).wait()
+    assert [one.kernel for one in log].count("expand_kv") == layers * passes
+    engine.pipeline.settle()
+    qengine.set_rows(stage.inputs, ids[:64], [0] * 64, range(64))
+    with card.counting() as log:
+        stage.launch_prompt(64)
+    assert [one.kernel for one in log].count("expand_kv") == layers * 3
+    engine.close()
+
+
 @pytest.mark.parametrize("model, kv, gigabytes", [("9b", "float16", 8.6), ("9b", "q8+3", 3.3), ("27b", "q8+3", 6.6),
                                                   ("27b", "q3", 3.6)])
 def test_pages_of_262_144_tokens(model, kv, gigabytes):
@@ -85,6 +102,25 @@ def test_a_plan_says_what_fits_in_each_format():
     kept = opened.keeping("q8+3")
     alone = qengine.make_planner(kept, cards, kept.demand(ctx=1024, checkpoint_memory=0))
     assert alone.longest_context() == found["q8+3"]
+
+
+def test_experts_that_leave_the_card_make_room_in_each_format():
+    """Each format is planned with as many experts on the card as it leaves room for."""
+    def planner(kv):
+        opened = qengine.open_model("synthetic:35b-a3b").keeping(kv)
+        return qengine.make_planner(opened, [EmulatedCard(0, memory_bytes=4 << 30)],
+                                    opened.demand(ctx=1024, checkpoint_memory=0))
+
+    lines = planner("float16").report().splitlines()
+    begin = next(i for i, line in enumerate(lines) if line.startswith("--kv")) + 1
+    rows = dict(line.split()[::2] for line in lines[begin:begin + len(KV_FORMATS)])
+    found = {name: int(longest.replace(",", "")) for name, longest in rows.items()}
+    assert list(found) == list(KV_FORMATS) and sorted(found.values()) == list(found.values())
+    for name in "float16", "q3":
+        alone = planner(name)
+        assert alone.moves_experts and alone.longest_context() == found[name]
+        assert alone.planned(n_ctx=found[name], expert_memory=0).fits
+    assert found["float16"] < found["q3"]
 
 
 def test_an_unknown_format_is_refused():

@@ -1,7 +1,7 @@
 """The same bits everywhere: whatever the card, the chunk size, the batch and the slot.
 
-tests/data/logits.json holds hashes of logits of tests/data/tiny-Q8_0.gguf. They were written once and hold for every
-card, emulated or real; `python -m tests.test_reproducible` prints what a card computes.
+tests/data/logits.json holds hashes of logits of tests/data/tiny-Q8_0.gguf, for each KV format. They were written once
+and hold for every card, emulated or real; `python -m tests.test_reproducible` prints what a card computes.
 """
 
 import hashlib
@@ -14,7 +14,9 @@ import pytest
 import qengine
 from engine.prefix import pages_for
 from kernels.advance import TOKENS
+from kernels.kv_formats import KV_FORMATS
 from kernels.open import open_cards
+from tests.kinds import KV_BY_KIND
 from tests.oracle import DATA
 
 MODEL = str(DATA / "tiny-Q8_0.gguf")
@@ -78,8 +80,27 @@ def hashes(engine):
     return {name: hashlib.sha256(logits.tobytes()).hexdigest() for name, logits in named.items()}
 
 
+def recorded():
+    """KV format -> hashes."""
+    return json.loads(RECORDED.read_text())
+
+
 def test_recorded_bits(engine):
-    assert hashes(engine) == json.loads(RECORDED.read_text())
+    assert hashes(engine) == recorded()["float16"]
+
+
+@pytest.mark.parametrize("name", KV_BY_KIND)
+def test_recorded_bits_in_few_bits(card, name):
+    engine = load(card, slots=4, kv=name)
+    found = hashes(engine)
+    engine.close()
+    assert found == recorded()[name]
+
+
+def test_all_formats_are_recorded():
+    found = recorded()
+    assert list(found) == list(KV_FORMATS)
+    assert len({name for each in found.values() for name in each.values()}) == sum(map(len, found.values()))
 
 
 def test_chunk_size_changes_no_bit(card, engine):
@@ -107,6 +128,9 @@ def test_companions_change_no_token(engine):
 
 
 if __name__ == "__main__":
-    engine = load(open_cards(sys.argv[1] if len(sys.argv) > 1 else None)[0], slots=4)
-    print(json.dumps(hashes(engine), indent=2))
-    engine.close()
+    bits = {}
+    for name in KV_FORMATS:
+        engine = load(open_cards(sys.argv[1] if len(sys.argv) > 1 else None)[0], slots=4, kv=name)
+        bits[name] = hashes(engine)
+        engine.close()
+    print(json.dumps(bits, indent=2))

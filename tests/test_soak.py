@@ -10,8 +10,10 @@ from benchmarks.soak import END, MARGIN, Answer, Turn, is_close, verdict
 from engine.constraints import Constraint, Vocabulary
 from engine.plan import Demand
 from engine.prefix import PrefixCache
+from kernels.limits import FLOAT16
 from qengine import make_planner
 from tests.clients import app_of, serving
+from tests.kinds import KV_KINDS
 from tests.models import TINY, load_tiny
 from tests.scripted import ScriptedEngine
 
@@ -51,12 +53,13 @@ def test_verdicts():
     assert verdict(turn, answer(parted, n_cached=192)) == "close"
 
 
-def test_before_the_clients_come_every_page_and_checkpoint_was_used(monkeypatch):
+@pytest.mark.parametrize("kv", [FLOAT16, *KV_KINDS])
+def test_before_the_clients_come_every_page_and_checkpoint_was_used(kv, monkeypatch):
     """They take their memory when they are first used, which would look like a leak."""
     opened = qengine.open_model(TINY)
     four = 4 * make_planner(opened, "emulated", Demand(512)).plan.on_paper[0].state_bytes
     engine, taken, take = load_tiny("emulated", ctx=512, kv_tokens=2048, checkpoint_memory=four,
-                                    checkpoint_host_memory=four), set(), PrefixCache.take_pages
+                                    checkpoint_host_memory=four, kv=kv), set(), PrefixCache.take_pages
     monkeypatch.setattr(PrefixCache, "take_pages", lambda cache, count: (
         pages := take(cache, count), taken.update(pages))[0])
     soak.fill_caches(engine)
@@ -99,8 +102,9 @@ def test_clients_get_what_each_would_get_alone_beside_hostile_ones():
 
 
 @pytest.mark.slow
-def test_clients_get_what_each_would_get_alone():
-    engine = soak.load(card="emulated", slots=4)
+@pytest.mark.parametrize("kv", [FLOAT16, *KV_KINDS])
+def test_clients_get_what_each_would_get_alone(kv):
+    engine = soak.load(card="emulated", slots=4, kv=kv)
     outcomes, faults = soak.soak(engine, n_clients=12, seconds=20, n_cards=24, patience=60)
     engine.close()
     results = [outcome.result for outcome in outcomes]

@@ -9,7 +9,8 @@ message that tells kernel, source line, block, thread, address and instruction.
 
 Global and local memory: an access lies within one live array and is aligned to its size. Freed memory is not
 used again for a while, and arrays lie far apart, so that a wrong address is most likely in no array; one that
-has strayed into another live array is not found.
+has strayed into another live array is not found. In shared memory an array begins at an odd multiple of its own
+alignment, so that an access that needs a larger one is found, wherever an assembler may put the array.
 
 Shared memory: an access lies within the block's shared memory. Two accesses of different threads to one
 place, at least one of them a write and not both atomic, are ordered: by a barrier between them or, in one
@@ -88,6 +89,11 @@ class Checking(Watching):
         accesses = [(instr.line, instr.text, access_bytes(instr), space_of(instr)) for instr in self.accesses]
         sizes = tuple(variable.size for variable in self.globals)
         return (self.file,), (self.smallest.bit_length() - 1,), sizes, tuple(self.barriers), *accesses
+
+    def shared_start(self, end, align):
+        """At an odd multiple of its alignment, the worst place that an assembler may give it."""
+        start = super().shared_start(end, align)
+        return start + align if align < 16 and start % (2 * align) == 0 else start
 
     def _global_lines(self):
         yield from super()._global_lines()

@@ -99,6 +99,10 @@ class Translator(Printing):
             end = at + p.size
         return offsets, tuple(layout), end
 
+    def shared_start(self, end, align):
+        """Where in shared memory an array begins, behind others that end at `end`."""
+        return -(-end // align) * align
+
     def _layout_variables(self):
         """Addresses of variables: name -> scalar value, and their shapes; sets shared_bytes and
         local_bytes."""
@@ -112,7 +116,7 @@ class Translator(Printing):
             if v.space == "shared" and v.size is None:
                 dynamic.append(v)
             elif v.space == "shared":
-                self.shared_bytes = -(-self.shared_bytes // v.align) * v.align
+                self.shared_bytes = self.shared_start(self.shared_bytes, v.align)
                 values[v.name] = self.shared_bytes
                 self.shared_bytes += v.size
             elif v.space == "local":

@@ -10,8 +10,8 @@ from numba import cuda, float32, int32, uint32, uint64
 
 import qengine
 from kernels.card import LaunchError
-from kernels.intrinsics import (commit_copies, global_address, load_words4, shared_address, start_copy, wait_for_copies,
-                                warp_sum)
+from kernels.intrinsics import (commit_copies, global_address, load_shared4, load_words4, shared_address, start_copy,
+                                wait_for_copies, warp_sum)
 from kernels.open import open_cards
 from tests.oracle import DATA
 
@@ -121,6 +121,32 @@ def test_misaligned_vector_load(checked):
     message = fault(checked, vector, 1, 24, y, x, 8)
     assert f"thread (0, 0, 0): reads 16 bytes at {x.ptr + 8:#x}, byte 8 of x (400 bytes)" in message
     assert "not a multiple of 16" in message
+
+
+@pytest.mark.parametrize("before", [4, 5, 6])
+def test_vectors_of_a_shared_array_that_is_not_aligned_for_them(checked, before):
+    """Wherever the arrays before it would put it by chance."""
+    @cuda.jit
+    def unaligned(y):
+        other, shared = cuda.shared.array(before, uint32), cuda.shared.array(128, uint32)
+        lane = uint32(cuda.threadIdx.x)
+        other[uint32(lane % uint32(before))] = uint32(7)
+        cuda.syncwarp()
+        a, b, c, d = load_shared4(shared_address(shared) + uint64(uint32(lane * uint32(16))))  # fault
+        y[lane] = a + b + c + d + other[uint32(0)]
+
+    @cuda.jit
+    def aligned(y):
+        other, shared = cuda.shared.array(before, uint32), cuda.shared.array(128, uint32, alignment=16)
+        lane = uint32(cuda.threadIdx.x)
+        other[uint32(lane % uint32(before))] = uint32(7)
+        cuda.syncwarp()
+        a, b, c, d = load_shared4(shared_address(shared) + uint64(uint32(lane * uint32(16))))
+        y[lane] = a + b + c + d + other[uint32(0)]
+
+    y = checked.zeros(32, np.uint32, "y")
+    passes(checked, aligned, 1, 32, y)
+    assert "not a multiple of 16" in fault(checked, unaligned, 1, 32, y)
 
 
 def test_vector_that_begins_inside(checked):

@@ -1,0 +1,151 @@
+"""What a format of keys and values costs, and what a long prompt takes.
+
+    python -m benchmarks.kv speeds [MODEL] [--formats q8 q8+3 ...] [--contexts N ...] [--prompts N ...] [--card CARD]
+    python -m benchmarks.kv long [MODEL] [--kv q8+3] [--tokens N] [--memory GB] [--card CARD]
+
+speeds      Tokens per second of decoding at these contexts, and of prompts of these lengths: float16 and another format
+            in turns, so that both see the same clocks and neighbours. The best of the rounds, and how many times as
+            fast as float16 beside it.
+long        A prompt of so many tokens, in so much memory of the card: tokens per second up to each quarter of it, and
+            memory. Then another one, which is cancelled while it is read: seconds until it has ended, and until a short
+            request behind it has its first token.
+
+Contexts are made up, see cli/bench.py. Each prints a Markdown table for results.md.
+"""
+
+import argparse
+import time
+
+import numpy as np
+
+import qengine
+from cli.bench import Bench
+from cli.ending import run_program
+from cli.options import DECODE_STEPS
+from engine.request import Request
+from kernels.card import show_bytes
+from kernels.kv_formats import KV_FORMATS
+from kernels.limits import FLOAT16, WISHES
+from kernels.open import open_cards
+
+ROUNDS = 4
+QUARTERS = 4
+SECONDS_BEFORE_CANCEL = 3.0
+ANSWER = 8                  # tokens
+
+
+# ---- speeds ------------------------------------------------------------------------------------------------
+
+
+class Timed:
+    """An engine with keys and values in one format, and its best times so far."""
+
+    def __init__(self, opened, card, kv: str, options):
+        self.contexts, self.prompts, self.best = options.contexts, options.prompts, {}
+        n_ctx = max(self.contexts + self.prompts) + DECODE_STEPS + 1
+        self.engine = qengine.load(opened, card=card, ctx=n_ctx, kv_tokens=n_ctx, draft="off", checkpoint_memory=0,
+                                   checkpoint_host_memory=0, kv=kv, products=options.products, progress=False)
+        self.bench = Bench(self.engine, [], 1, 1)
+        self.measure()
+        self.best.clear()               # at first, steps are recorded
+
+    def measure(self):
+        """A round."""
+        self.bench.pipeline.prepare_slot(0, Request([0]))
+        found = {("decode", n): DECODE_STEPS / self.bench.steps(n) for n in self.contexts}
+        found |= {("prompt", n): n / self.bench.prompt(n) for n in self.prompts}
+        self.best = {key: max(speed, self.best.get(key, 0)) for key, speed in found.items()}
+
+
+def speeds(options):
+    """Prints a row for each format."""
+    card, opened = open_cards(options.card)[0], qengine.open_model(options.model)
+    print(f"{options.model} on {card.describe()}, products of prompts: {options.products}")
+    heads = [f"decode at {n:,}" for n in options.contexts] + [f"prompt of {n:,}" for n in options.prompts]
+    print(f"| format | {' | '.join(heads)} |\n|---|{'---:|' * len(heads)}", flush=True)
+    plain = Timed(opened, card, FLOAT16, options)
+    for kv in options.formats:
+        other = Timed(opened, card, kv, options)
+        for _ in range(ROUNDS):
+            plain.measure()
+            other.measure()
+        other.engine.close()
+        cells = [f"{speed:,.1f} ({speed / plain.best[key]:.3f})" for key, speed in other.best.items()]
+        print(f"| {kv} | {' | '.join(cells)} |", flush=True)
+    plain.engine.close()
+    print(f"| {FLOAT16} | {' | '.join(f'{speed:,.1f}' for speed in plain.best.values())} |", flush=True)
+
+
+# ---- long prompts ------------------------------------------------------------------------------------------
+
+
+def long(options):
+    """Prints a line for each quarter, then of memory and of a cancelled prompt."""
+    card, rng = open_cards(options.card)[0], np.random.default_rng(0)
+    memory = options.memory and int(options.memory * 2**30)
+    free = memory or card.free_bytes        # with a limit, `free_bytes` is what is left of it
+    engine = qengine.load(options.model, card=card, ctx=options.tokens + ANSWER, kv_tokens=options.tokens + ANSWER,
+                          kv=options.kv, draft="off", memory=memory, products=options.products, progress=False)
+    print(f"{options.model}, {options.kv}, {options.tokens:,} tokens on {card.describe()}, products of prompts: "
+          f"{options.products}, passes of {engine.scheduler.chunk:,} tokens; {show_bytes(free - card.free_bytes)} taken",
+          flush=True)
+    ids = rng.integers(0, engine.config.n_vocab, (2, options.tokens)).tolist()
+    for n, seconds in quarters(engine, ids[0]):
+        print(f"| {n:,} | {n / seconds:,.0f} tokens/s | {seconds:.1f} s |", flush=True)
+    print(f"most memory taken: {show_bytes(free - card.free_bytes)}")
+    ended, answered = cancelled(engine, ids[1])
+    print(f"cancelled after {SECONDS_BEFORE_CANCEL:.0f} s: ended after {ended:.3f} s, a token of the next request after "
+          f"{answered:.3f} s")
+    engine.close()
+
+
+def quarters(engine, ids: list[int]):
+    """(tokens, seconds) of each quarter of a prompt, by when its passes are queued, and of the whole with the first
+    token of its answer."""
+    generation = engine.submit(Request(ids, max_tokens=ANSWER, ignore_eos=True))
+    marks = [len(ids) * i // QUARTERS for i in range(1, QUARTERS)]
+    while not generation.wait(0.05):
+        while marks and generation.n_read >= marks[0]:
+            yield generation.n_read, time.perf_counter() - generation.started
+            marks = [mark for mark in marks if mark > generation.n_read]
+    if generation.error:
+        raise generation.error
+    yield len(ids), generation.token_times[0] - generation.started
+
+
+def cancelled(engine, ids: list[int]) -> tuple[float, float]:
+    """Seconds from the cancellation of a prompt until it has ended, and until the next request has a token."""
+    generation = engine.submit(Request(ids, max_tokens=1))
+    generation.wait(SECONDS_BEFORE_CANCEL)
+    generation.cancel()
+    started = time.perf_counter()
+    after = engine.submit(Request(ids[:8], max_tokens=1))
+    generation.wait()
+    ended = time.perf_counter() - started
+    after.wait()
+    return ended, after.token_times[0] - started
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parts = parser.add_subparsers(required=True)
+    many = [name for name in KV_FORMATS if name != FLOAT16]
+    for name, function in ("speeds", speeds), ("long", long):
+        part = parts.add_parser(name)
+        part.set_defaults(function=function)
+        part.add_argument("model", nargs="?", default="synthetic:9b")
+        part.add_argument("--card")
+        part.add_argument("--products", choices=WISHES, default="auto")
+    long_part, speeds_part = part, parts.choices["speeds"]
+    speeds_part.add_argument("--formats", nargs="+", choices=many, default=many)
+    speeds_part.add_argument("--contexts", nargs="*", type=int, default=[4620, 18_400, 131_072])
+    speeds_part.add_argument("--prompts", nargs="*", type=int, default=[18_400])
+    long_part.add_argument("--kv", choices=KV_FORMATS, default="q8+3")
+    long_part.add_argument("--tokens", type=int, default=262_136)
+    long_part.add_argument("--memory", type=float, metavar="GB")
+    options = parser.parse_args()
+    options.function(options)
+
+
+if __name__ == "__main__":
+    run_program(main)
