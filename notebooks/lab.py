@@ -1,8 +1,20 @@
-"""What the notebooks share: counting, figures on record, tables, plots and the frame of an exercise. No kernel is here,
-no check either."""
+"""What the notebooks share: counting, figures on record, predictions, tables, plots, drawings and the frame of a task.
+No kernel is here, no check either.
+
+How a notebook asks and shows, in this order:
+
+    predict(...)    a cell with a blank: what do you expect?
+    count(...)      what a kernel does, after every access of it was checked
+    reveal(...)     the prediction beside what was counted or measured
+    attempt(...)    a task: your answer, checked
+"""
 
 import base64
+import ctypes
+import dis
+import html
 import io
+import linecache
 import re
 import sys
 import time
@@ -12,33 +24,53 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))           # for kernels and qengine, wherever Jupyter started
 
 import matplotlib.pyplot as plt
+import numpy as np
 import PIL.Image
+from IPython import get_ipython
 from IPython.display import display
+from matplotlib.colors import to_rgb
+from matplotlib.patches import Rectangle
 
 import qengine
+from benchmarks import figures
 from kernels.bench import seconds_per_call
 from kernels.card import LaunchError
+from kernels.compile import CompileError
 from kernels.emulated.estimate import PIPES, SECTOR
 
-BLUE, ORANGE, GREEN, RED, PURPLE, GREY = "#2f6fb5", "#e08214", "#2e9e6b", "#c8483d", "#8a63b8", "#8c8c8c"
+BLUE, ORANGE, GREEN, RED, PURPLE, GREY = "#3d7fc4", "#e08214", "#2e9e6b", "#d2554a", "#9370c0", "#8c8c8c"
 COLOURS = BLUE, ORANGE, GREEN, PURPLE, RED, GREY
-# An opaque, light background: readable on a dark page as well as on a light one.
-plt.rcParams.update({"figure.facecolor": "#fbfbf9", "axes.facecolor": "#fbfbf9", "figure.dpi": 80, "font.size": 9,
+INK = "#808080"                             # lines and words: as readable on a white page as on a black one
+INSIDE = "#111111"                          # words on a coloured field
+plt.rcParams.update({"figure.facecolor": "none", "axes.facecolor": "none", "savefig.facecolor": "none",
+                     "legend.facecolor": "none", "legend.edgecolor": INK, "figure.dpi": 80, "font.size": 9,
                      "figure.constrained_layout.use": True, "axes.grid": True, "grid.alpha": 0.3,
-                     "axes.axisbelow": True, "axes.prop_cycle": plt.cycler(color=COLOURS)})
+                     "axes.axisbelow": True, "axes.prop_cycle": plt.cycler(color=COLOURS),
+                     **dict.fromkeys(("text.color", "axes.edgecolor", "axes.labelcolor", "axes.titlecolor", "grid.color",
+                                      "xtick.color", "ytick.color"), INK)})
 
 
 # ---- counting and timing -----------------------------------------------------------------------------------
 
-def count(card, launch, model):
-    """What one call of launch() does, counted on an emulated card that has as many SMs as `model` (a CardModel): its
-    only kernel.Counted of kernels/emulated/counting.py."""
-    if _rehearsing:
+def checked(card, launch):
+    """Runs launch() on an emulated card with every access checked, and leaves the card's memory as it was. Raises
+    LaunchError, which names line and thread, before a wrong access happens."""
+    card.synchronize()
+    before = {start: ctypes.string_at(start, n_bytes) for start, (n_bytes, _) in card.allocations.items()}
+    try:
         with card.checking():
             launch()
-        raise Rehearsed
+    finally:
+        for start in before.keys() & card.allocations.keys():
+            ctypes.memmove(start, before[start], len(before[start]))
+
+
+def count(card, launch, model):
+    """What one call of launch() does, counted on an emulated card that has as many SMs as `model` (a CardModel): its
+    only kernel.Counted of kernels/emulated/counting.py. All accesses are checked before."""
     own, card.n_sms = card.n_sms, model.n_sms
     try:
+        checked(card, launch)
         with card.counting() as log:
             launch()
     finally:
@@ -48,7 +80,10 @@ def count(card, launch, model):
 
 
 def microseconds(card, launch):
-    """What one call of launch() takes on a card, without Python: see kernels/bench.py."""
+    """What one call of launch() takes on a card, without Python: see kernels/bench.py. On an emulated card all accesses
+    are checked before."""
+    if card.kind == "emulated":
+        checked(card, launch)
     return 1e6 * seconds_per_call(card, launch)
 
 
@@ -63,15 +98,79 @@ def tokens_per_second(engine, prompt, n=64):
     return max(speeds)
 
 
-def measured(section, words):
-    """The numbers that follow `words` in a section of benchmarks/results.md: up to the end of the row of a table, or of
-    the sentence. section: its heading, or how the heading begins. LookupError: the section does not say these words."""
-    text = (ROOT / "benchmarks" / "results.md").read_text()
-    found = re.search(rf"^(#+) {re.escape(section)}.*?(?=^#{{1,3}} |\Z)", text, re.M | re.S)
-    after = found and re.search(rf"{re.escape(words)}(.*?)(?:\n\||\n\n|[.:;](?:\s|$)|\Z)", found[0], re.S)
-    if not after:
-        raise LookupError(f"benchmarks/results.md, section {section}, does not say: {words}")
-    return [float(number.replace(",", "")) for number in re.findall(r"\d[\d,]*(?:\.\d+)?", after[1])]
+# ---- figures on record -------------------------------------------------------------------------------------
+
+def figure(name, row, column, n=1):
+    """A number of benchmarks/results.md, see benchmarks/figures.py: the n-th of a cell."""
+    return figures.figure(name, row, column, n)
+
+
+def on_record(name, *columns):
+    """Prints a table of figures of benchmarks/results.md, with the card and the day. columns: those wanted, if not all."""
+    source, rows = figures.record(name)
+    columns = columns or tuple(next(iter(rows.values())))
+    print(f"on record (benchmarks/results.md): {source}")
+    table(["", *columns], *[[row, *(cells[column] for column in columns)] for row, cells in rows.items()])
+
+
+# ---- predictions -------------------------------------------------------------------------------------------
+
+class Prediction:
+    """What the reader expects of something: `guess` is a number or one of `choices`; None: nothing was entered."""
+
+    def __init__(self, what, guess, choices):
+        self.what, self.guess, self.choices = what, guess, choices
+
+
+def predict(what, guess, choices=()):
+    """Keeps what the reader has put in place of None until `reveal` shows it. ValueError: it is no number, or none of
+    the choices."""
+    fits = guess in choices if choices else isinstance(guess, (int, float)) and not isinstance(guess, bool)
+    if guess is not None and not fits:
+        raise ValueError(f"{what}: one of {', '.join(map(repr, choices))}, please" if choices else
+                         f"{what}: a number, please, as 1.5e6 or 32 * 1024")
+    if guess is None:
+        wanted = f"one of {', '.join(map(repr, choices))}" if choices else "a number"
+        _box(GREY, f"<b>{html.escape(what)}?</b> Your turn: put {html.escape(wanted)} in place of <code>None</code>, "
+                   "run this cell, then go on.", f"{what}? Put {wanted} in place of None.")
+    return Prediction(what, guess, choices)
+
+
+def reveal(prediction, found, unit=""):
+    """Shows a prediction beside what was found: a number, or one of the choices."""
+    answer, colour, words = f"{_show(found)} {unit}".strip(), GREY, "You have made no prediction."
+    if prediction.guess is not None:
+        colour, verdict = judge(prediction.guess, found)
+        words = f"You said {_show(prediction.guess)}. {verdict}"
+    _box(colour, f"<b>{html.escape(prediction.what)}: {html.escape(answer)}.</b> {html.escape(words)}",
+         f"{prediction.what}: {answer}. {words}")
+
+
+def judge(said, found):
+    """(colour, kind words) for a prediction beside what was found."""
+    if isinstance(found, str):
+        return (GREEN, "Right.") if said == found else (ORANGE, "It went the other way. The text below says why.")
+    if said == found or found and abs(said / found - 1) <= 0.03:
+        return GREEN, "Right."
+    if not found or said / found <= 0:
+        return ORANGE, "Another size altogether. The arithmetic is worth a look."
+    ratio, way = max(said / found, found / said), "high" if said > found else "low"
+    if ratio <= 1.25:
+        return GREEN, f"Close: {abs(said / found - 1):.0%} too {way}."
+    if ratio <= 3:
+        return BLUE, f"The right size, {ratio:.1f} times too {way}."
+    return ORANGE, (f"{ratio:,.0f} times too {way}: a surprise, and that is what predictions are for. "
+                    "Which factor is missing?")
+
+
+def _show(x):
+    return x if isinstance(x, str) else f"{x:,}" if isinstance(x, (int, np.integer)) else f"{x:,.4g}"
+
+
+def _box(colour, marked_up, plain):
+    """Shows words beside a bar of colour, readable on any page. They are no printed text: no test compares them."""
+    style = f"border-left: 4px solid {colour}; padding: 2px 10px; margin: 2px 0"
+    display({"text/html": f'<div style="{style}">{marked_up}</div>', "text/plain": plain}, raw=True)
 
 
 # ---- tables ------------------------------------------------------------------------------------------------
@@ -102,12 +201,12 @@ def compare(versions, model):
 # ---- plots -------------------------------------------------------------------------------------------------
 
 def show(words):
-    """Shows the figure that was drawn last, in 128 colours, which make a small file. words: what is in it, for readers
-    who do not see it: where no picture can be shown, and where descriptions of pictures are read out."""
+    """Shows the figure that was drawn last on a transparent ground, in 128 colours, which make a small file. words: what
+    is in it, for readers who do not see it: where no picture can be shown, and where descriptions are read out."""
     drawn, file = io.BytesIO(), io.BytesIO()
     plt.savefig(drawn, format="png", bbox_inches="tight")
     plt.close()
-    PIL.Image.open(drawn).convert("RGB").quantize(128, dither=PIL.Image.Dither.NONE).save(file, "png", optimize=True)
+    PIL.Image.open(drawn).convert("RGBA").quantize(128, PIL.Image.Quantize.FASTOCTREE).save(file, "png", optimize=True)
     png = base64.b64encode(file.getvalue()).decode()
     display({"image/png": png, "text/plain": words}, metadata={"image/png": {"alt": words}}, raw=True)
 
@@ -116,7 +215,7 @@ def plot_estimates(versions, model, title=""):
     """A panel for each kernel: how long each part of the card would be busy; the longest is the estimate."""
     estimates = {name: counted.estimate(model).per_pipe_seconds for name, counted in versions.items()}
     parts = [part for part in next(iter(estimates.values())) if any(e[part] > 0 for e in estimates.values())]
-    figure, panels = plt.subplots(1, len(estimates), figsize=(11, 0.6 + 0.24 * len(parts)), sharey=True)
+    _, panels = plt.subplots(1, len(estimates), figsize=(11, 0.6 + 0.24 * len(parts)), sharey=True)
     longest = 1e6 * max(max(e.values()) for e in estimates.values())
     for axes, (name, seconds) in zip(panels, estimates.items()):
         times = [1e6 * seconds[part] for part in parts]
@@ -126,52 +225,153 @@ def plot_estimates(versions, model, title=""):
         axes.set(title=name, xlim=(0, 1.2 * longest), xlabel="estimated µs")
         axes.grid(axis="y", visible=False)
     panels[0].invert_yaxis()
-    figure.suptitle(title or f"How long each part of a {model.name} would be busy (estimates; the longest decides)")
-    plt.show()
+    plt.gcf().suptitle(title or f"How long each part of a {model.name} would be busy (estimates; the longest decides)")
+    most = [f"{name}: {max(e, key=e.get)}, {1e6 * max(e.values()):.1f} µs" for name, e in estimates.items()]
+    show(f"Bars of how long each part of a {model.name} would be busy, estimated, a panel for each kernel. The longest: "
+         f"{'; '.join(most)}.")
 
 
-# ---- exercises ---------------------------------------------------------------------------------------------
+# ---- drawings of kernels -----------------------------------------------------------------------------------
 
-class Rehearsed(Exception):
-    """Ends a rehearsal where something is counted: until there, nothing was touched that must not be."""
-
-
-_rehearsing = False
+def pale(colour):
+    """A colour on which dark words can be read, on any page."""
+    return 0.5 + 0.5 * np.array(to_rgb(colour))
 
 
-def rehearse(check, answer):
-    """Runs a check up to its first count(), with every access of that launch checked. Raises LaunchError where one is
-    wrong: counted, it would end the reader's Python."""
-    global _rehearsing
-    _rehearsing = True
-    try:
-        check(answer)
-    except Rehearsed:
-        pass
-    finally:
-        _rehearsing = False
+def draw_owners(owner, title, axes, x_label="", y_label="", framed=(0,)):
+    """Draws who makes what: a field for each entry of `owner` (int [rows, columns]: a thread, lane or warp) with its
+    number. Fields of the owners in `framed` have a frame."""
+    down, across = owner.shape
+    for (i, j), who in np.ndenumerate(owner):
+        is_framed = who in framed
+        colour = COLOURS[int(who) % len(COLOURS)]
+        axes.add_patch(Rectangle((j, i), 1, 1, fc=colour if is_framed else pale(colour), ec=INSIDE if is_framed else INK,
+                                 lw=1.5 if is_framed else 0.4, zorder=2 + is_framed))
+        if across <= 40:
+            axes.text(j + 0.5, i + 0.5, who, ha="center", va="center", fontsize=7, zorder=4, color=INSIDE,
+                      weight="bold" if is_framed else "normal")
+    axes.set(xlim=(0, across), ylim=(down, 0), title=title, xlabel=x_label, ylabel=y_label)
+    axes.grid(visible=False)
 
+
+def draw_tiles(axes, title, x_shape, w_shape, tile, marked=(0, 0), in_tile=None):
+    """Draws a product as one writes it by hand: `x` [rows, k] on the left, the columns of `w` [k, n] above, `y` where
+    they meet, cut into tiles of tile = (rows, columns, k). What the block of threads at `marked` reads and makes is
+    blue; in_tile = (rows, columns) of one thread of it is red."""
+    (rows, k), (_, n) = x_shape, w_shape
+    gap = 0.08 * max(rows + k, n + k)
+    origins = {"x": (0, k + gap, k, rows), "w": (k + gap, 0, n, k), "y": (k + gap, k + gap, n, rows)}
+    steps = {"x": (tile[2], tile[0]), "w": (tile[1], tile[2]), "y": (tile[1], tile[0])}
+    i, j = marked
+    blue = {"x": (0, i * tile[0], k, tile[0]), "w": (j * tile[1], 0, tile[1], k),
+            "y": (j * tile[1], i * tile[0], tile[1], tile[0])}
+    for name, (left, top, width, height) in origins.items():
+        axes.add_patch(Rectangle((left, top), width, height, fc="none", ec=INK, lw=1.2))
+        across, down = steps[name]
+        axes.vlines(np.arange(left, left + width, across), top, top + height, color=INK, lw=0.4)
+        axes.hlines(np.arange(top, top + height, down), left, left + width, color=INK, lw=0.4)
+        x, y, w, h = blue[name]
+        axes.add_patch(Rectangle((left + x, top + y), w, h, fc=BLUE, alpha=0.45, ec="none"))
+        axes.text(left + width / 2, top - 0.2 * gap, name, ha="center", va="bottom", weight="bold")
+    if in_tile:
+        left, top = origins["y"][0] + j * tile[1], origins["y"][1] + i * tile[0]
+        axes.add_patch(Rectangle((left, top), in_tile[1], in_tile[0], fc=RED, ec=RED))
+    axes.set(xlim=(-0.3 * gap, k + gap + n + 0.3 * gap), ylim=(k + gap + rows + 0.3 * gap, -gap), title=title, aspect="equal")
+    axes.axis("off")
+
+
+def draw_banks(words, title, axes):
+    """Draws where the lanes of a warp meet in the 32 banks of shared memory: a stack of lane numbers over each bank, for
+    the word that each lane wants (int [lanes]). Lanes that want the same word count once. Returns the turns."""
+    stacks = [[] for _ in range(32)]
+    for lane, word in enumerate(words):
+        stack = stacks[word % 32]
+        if word not in [other for _, other in stack]:
+            stack.append((lane, word))
+    turns = max(map(len, stacks))
+    for bank, stack in enumerate(stacks):
+        for height, (lane, _) in enumerate(stack):
+            axes.add_patch(Rectangle((bank, height), 1, 1, fc=RED if len(stack) > 1 else GREEN, ec=INK, lw=0.5, alpha=0.85))
+            axes.text(bank + 0.5, height + 0.5, lane, ha="center", va="center", fontsize=6, color=INSIDE)
+    axes.set(xlim=(0, 32), ylim=(0, max(turns, 2)), xlabel="bank", ylabel="turn", title=f"{title}: {turns} turn{'s' * (turns > 1)}",
+             xticks=np.arange(0, 32, 4) + 0.5, yticks=np.arange(turns) + 0.5)
+    axes.set_xticklabels(range(0, 32, 4))
+    axes.set_yticklabels(range(1, turns + 1))
+    axes.tick_params(length=0)
+    axes.grid(visible=False)
+    return turns
+
+
+# ---- tasks -------------------------------------------------------------------------------------------------
 
 def attempt(check, answer):
-    """Runs the check of an exercise on the reader's answer, or says that there is none yet. What the check asserts
-    is told, and what a kernel must not touch, and the notebook goes on."""
+    """Runs the check of a task on the reader's answer, or says that there is none yet. What the check asserts is told,
+    what a kernel must not touch, and why a kernel cannot be compiled; and the notebook goes on."""
     if answer is None:
         print("not solved yet")
         return
     try:
-        rehearse(check, answer)
         check(answer)
         print("solved")
-    except (AssertionError, LaunchError) as error:
-        print(f"not right yet: {error}")
+    except (AssertionError, LaunchError, CompileError) as error:
+        print(f"not right yet: {brief(error)}")
         if re.search(r"\bnan\b", str(error)):              # what results are poisoned with
             print("(nan: something was never written, or made of what was not)")
 
 
 def refuses(check, wrong):
-    """Fails if the check of an exercise is satisfied with a wrong answer."""
+    """Fails if the check of a task is satisfied with a wrong answer."""
     try:
         check(wrong)
-    except AssertionError:
+    except (AssertionError, LaunchError):
         return
     raise RuntimeError("the check is satisfied with a wrong answer")
+
+
+# ---- errors in few words -----------------------------------------------------------------------------------
+
+def brief(error):
+    """What is wrong with a kernel, in a few lines: the line and the thread, or what the compiler did not understand."""
+    if not isinstance(error, CompileError):
+        return re.sub(r"\(\d+\.py, line", "(line", str(error))          # the file of a cell: a number that says nothing
+    cause = error.__cause__
+    kernel = re.match(r"kernel (\w+)", str(error))[1]
+    words = re.sub(r"Failed in \w+ mode pipeline \(step: [\w ]+\)\n", "", str(cause)).strip()
+    call = re.search(r">>> (.*)", words)
+    words = f"there is no {call[1]}" if call else re.sub(r"^NameError: |\. Raised from None$", "", words.split("\n")[0])
+    file, line = _place(cause)
+    if not line:
+        return f"{kernel} cannot be compiled: {words}"
+    return f"{kernel}, line {line}, cannot be compiled: {words}\n    line {line}: {linecache.getline(file, line).strip()}"
+
+
+def _place(error):
+    """(file, line) of the source at which the compiler stopped, or ("", 0). Numba's message does not always say it; then
+    one of the frames of the compiler does, or the code that names what there is not."""
+    said = re.search(r"at (\S+) \((\d+)\)", str(error))
+    if said:
+        return said[1], int(said[2])
+    found, trace = ("", 0), error.__traceback__
+    while trace:
+        names = trace.tb_frame.f_locals
+        place = getattr(names.get("self"), "loc", None) or names.get("loc")
+        if getattr(place, "line", None) and getattr(place, "filename", "").endswith(".py"):
+            found = place.filename, place.line
+        code = getattr(getattr(names.get("self"), "func_id", None), "code", None)
+        unknown = re.search(r"name '(\w+)' is not defined", str(error))
+        if unknown and code:
+            line = next((step.positions.lineno for step in dis.get_instructions(code) if step.argval == unknown[1]), 0)
+            found = (code.co_filename, line) if line else found
+        trace = trace.tb_next
+    return found
+
+
+def _show_briefly(shell, kind, error, trace, tb_offset=None):
+    """An error about a kernel, as a cell that has failed shows it: without the frames of the compiler and the card."""
+    lines = [f"{kind.__name__}: {brief(error)}"]
+    shell._showtraceback(kind, error, lines)
+    return lines
+
+
+if get_ipython():
+    get_ipython().set_custom_exc((CompileError, LaunchError), _show_briefly)

@@ -4,12 +4,14 @@
 should show. Cells have tags:
 
     varies      their text depends on the machine or the compiler
-    exercise    for the reader; as they are kept, they say that nothing is solved
+    prediction  for the reader, with a blank for each `lab.predict`; their metadata say what fills the blanks here
+    exercise    a task for the reader; as they are kept, they say that nothing is solved
     solution    folded; their checks must pass, and refuse something wrong
 """
 
 import base64
 import importlib.util
+import io
 import re
 import sys
 from pathlib import Path
@@ -18,16 +20,21 @@ import nbclient
 import nbconvert
 import nbformat
 import numpy as np
+import PIL.Image
 import pytest
-from numba import cuda, uint32
+from numba import cuda, float32, uint32
 
+from kernels.card import LaunchError
+from kernels.compile import CompileError
 from kernels.emulated.card import EmulatedCard
 from kernels.emulated.cards import CMP_100_210
 
 FOLDER = Path(__file__).resolve().parents[1] / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
 LESSONS = [path for path in NOTEBOOKS if path.stem != "00_tour"]
-N_EXERCISES = {"04_gemm": 4}            # of other lessons 2
+N_TASKS = {"03_gemv": 6}                 # of other lessons 2: the small ones of a ladder's steps, and larger ones
+WITHOUT_PREDICTIONS = {"00_tour", "01_probe", "02_roofline", "04_gemm", "05_attention", "06_delta_rule", "07_kv_bits",
+                       "08_across_cards", "09_serving", "10_pictures"}
 SECONDS = 600                           # for one cell: the first use of a kernel compiles it
 PICTURE_BYTES = 120_000                 # of a lesson
 
@@ -62,6 +69,12 @@ def printed(cell):
     return "".join(output.text for output in cell.outputs if output.output_type == "stream")
 
 
+def told(cell):
+    """What lab.predict and lab.reveal show beside a bar of colour."""
+    return [output.data["text/plain"] for output in cell.outputs
+            if "text/html" in output.get("data", ()) and "border-left" in output.data["text/html"]]
+
+
 def pictures(cell):
     """In base64."""
     found = [output.data["image/png"] for output in cell.outputs if "image/png" in output.get("data", ())]
@@ -75,11 +88,15 @@ def test_outputs_are_kept(path):
     assert sum(len(pictures(cell)) for cell in cells), "no plot is kept"
 
 
-def with_attempts(notebook):
-    """Behind each solution a cell that attempts the exercise with it, as readers do who have found it themselves."""
+def as_readers_do(notebook):
+    """With every blank of a prediction filled in, and behind each solution a cell that attempts the task with it, as
+    readers do who have found it themselves."""
     cells = []
     for cell in notebook.cells:
         cells.append(cell)
+        if has(cell, "prediction"):
+            for fill in cell.metadata.fill:
+                cell.source = re.sub(r", None(?=[,)])", f", {fill}", cell.source, count=1)
         if has(cell, "solution"):
             (check, answer), = re.findall(r"^(check_\w+)\((.*)\)$", cell.source, re.M)
             attempt = nbformat.v4.new_code_cell(f"lab.attempt({check}, {answer})", metadata={"tags": ["attempt"]})
@@ -90,9 +107,12 @@ def with_attempts(notebook):
 
 @notebooks
 def test_runs_as_kept(path):
-    kept, fresh = code_cells(read(path)), code_cells(run(with_attempts(read(path)), path))
+    kept, fresh = code_cells(read(path)), code_cells(run(as_readers_do(read(path)), path))
     attempts = [cell for cell in fresh if has(cell, "attempt")]
     assert [printed(cell) for cell in attempts] == ["solved\n"] * len(attempts)
+    said = [words for cell in fresh for words in told(cell) if "You said " in words]
+    assert len(said) == sum(len(cell.metadata.fill) for cell in kept if has(cell, "prediction"))
+    assert [words for cell in fresh for words in told(cell) if "Put " in words or "no prediction" in words] == []
     for before, now in zip(kept, [cell for cell in fresh if not has(cell, "attempt")], strict=True):
         assert [output.get("name") for output in now.outputs if output.get("name") == "stderr"] == [], printed(now)
         if not has(now, "varies"):
@@ -101,13 +121,34 @@ def test_runs_as_kept(path):
 
 
 @lessons
-def test_exercises_and_their_solutions(path):
+def test_tasks_and_their_solutions(path):
     """As many as there should be, by turns, the solution folded."""
     cells = [cell for cell in code_cells(read(path)) if has(cell, "exercise") or has(cell, "solution")]
-    assert [cell.metadata.tags[0] for cell in cells] == ["exercise", "solution"] * N_EXERCISES.get(path.stem, 2)
+    assert [cell.metadata.tags[0] for cell in cells] == ["exercise", "solution"] * N_TASKS.get(path.stem, 2)
     for exercise, solution in zip(cells[::2], cells[1::2]):
         assert "lab.attempt(check_" in exercise.source and printed(exercise) == "not solved yet\n"
         assert "lab.refuses(check_" in solution.source and solution.metadata.jupyter.source_hidden
+
+
+@notebooks
+def test_predictions_are_the_readers(path):
+    """Each is asked for in words, then entered in a cell with blanks, and only then revealed, once."""
+    if path.stem in WITHOUT_PREDICTIONS:
+        return
+    cells = read(path).cells
+    asked = [i for i, cell in enumerate(cells) if cell.cell_type == "markdown" and "**Prediction" in cell.source]
+    assert asked, "nothing is to be predicted"
+    for i in asked:
+        assert cells[i].source.count("**Prediction") == 1 and has(cells[i + 1], "prediction"), cells[i].source
+    for i, cell in enumerate(cells):
+        if not has(cell, "prediction"):
+            continue
+        names = re.findall(r"^(\w+) = lab\.predict\(.*, None", cell.source, re.M)
+        assert i - 1 in asked and len(names) == len(cell.metadata.fill) == len(cell.source.strip().splitlines())
+        for name in names:
+            shown = [j for j, other in enumerate(cells) if f"lab.reveal({name}, " in other.source]
+            assert len(shown) == 1 and shown[0] > i, f"{name} is revealed in cells {shown}"
+        assert not cells[i + 1].cell_type == "markdown" or cells[i + 1].source.startswith(("<details>", "#", "The", "Our"))
 
 
 @lessons
@@ -116,14 +157,17 @@ def test_pictures_are_small(path):
     assert sum(map(len, kept)) < PICTURE_BYTES
 
 
-@pytest.mark.parametrize("path", [FOLDER / "02_roofline.ipynb", FOLDER / "04_gemm.ipynb"], ids=lambda path: path.stem)
+@notebooks
 def test_pictures_are_told_in_words(path):
-    """For readers who do not see them: with lab.show. The other notebooks show theirs without."""
+    """For readers who do not see them, with lab.show. They have no ground of their own, so that any page suits them."""
     outputs = [output for cell in code_cells(read(path)) for output in cell.outputs]
     shown = [output for output in outputs if "image/png" in output.get("data", ())]
     assert shown
     for output in shown:
-        assert output.data["text/plain"] == output.metadata["image/png"]["alt"] and len(output.data["text/plain"]) > 100
+        words = output.data["text/plain"]
+        assert words == output.metadata["image/png"]["alt"] and len(words) > 100
+        with PIL.Image.open(io.BytesIO(base64.b64decode(output.data["image/png"]))) as picture:
+            assert picture.convert("RGBA").getpixel((0, 0))[3] == 0, f"not transparent: {words}"
 
 
 @notebooks
@@ -140,27 +184,25 @@ def lab():
     return module
 
 
-def test_figures_on_record(lab, tmp_path, monkeypatch):
-    """They are read from the section that is named, and nothing is found where nothing is."""
-    (tmp_path / "benchmarks").mkdir()
-    (tmp_path / "benchmarks" / "results.md").write_text("""# Measured
-## One, 2026-11-23
-| size | us |
-|---|---|
-| 4096 x 4096 | 1,234.5 | 6 |
-| 8192 | 7 |
+def test_figures_on_record(lab, capsys):
+    lab.on_record("course-gemm", "TOPS")
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("on record (benchmarks/results.md): NVIDIA H100") and lines[1].split() == ["TOPS"]
+    assert lines[2].split()[-1] == f"{lab.figure('course-gemm', '1 naive', 'TOPS')}"
 
-A loop makes 12.5 of
-13. It was 14.
-### one_kernel
-A loop makes 1: 2 with luck.
-""")
-    monkeypatch.setattr(lab, "ROOT", tmp_path)
-    assert lab.measured("One", "| 4096 x 4096") == [1234.5, 6] and lab.measured("One", "| 8192") == [7]
-    assert lab.measured("One", "A loop makes") == [12.5, 13] and lab.measured("one_kernel", "A loop makes") == [1]
-    for section, words in (("one_kernel", "| 8192"), ("Two", "A loop makes")):
-        with pytest.raises(LookupError):
-            lab.measured(section, words)
+
+@pytest.mark.parametrize("said, found, verdict", [
+    (100, 101, "Right."), (0, 0, "Right."), (110, 100, "Close: 10% too high."), (50, 100, "The right size, 2.0 times too low."),
+    (1, 100, "100 times too low: a surprise"), (-1, 5, "Another size"), (3, 0, "Another size"), ("slower", "slower", "Right."),
+    ("slower", "faster", "It went the other way.")])
+def test_predictions_are_judged_kindly(lab, said, found, verdict):
+    assert lab.judge(said, found)[1].startswith(verdict)
+
+
+def test_predictions_that_are_none(lab):
+    for guess, choices in (("many", ()), (True, ()), ("no", ["yes", "maybe"])):
+        with pytest.raises(ValueError, match="please"):
+            lab.predict("how many", guess, choices)
 
 
 @cuda.jit
@@ -190,6 +232,92 @@ def test_attempts_that_touch_what_they_must_not(lab, capsys):
     n = 16
     lab.attempt(check, 0)
     assert capsys.readouterr().out == "solved\n"
+
+
+@cuda.jit
+def without_syncwarp(y):
+    tile = cuda.shared.array(32, float32)
+    lane = uint32(cuda.threadIdx.x)
+    tile[lane] = y[lane]
+    y[lane] = tile[uint32(lane ^ uint32(1))]
+
+
+@cuda.jit
+def far_away(y):
+    y[uint32(cuda.threadIdx.x)] = float32(2.0)
+    y[uint32(uint32(cuda.threadIdx.x) << uint32(27))] = float32(1.0)
+
+
+@pytest.mark.parametrize("kernel, told", [(without_syncwarp, "a race with thread"), (far_away, "thread (1, 0, 0): writes")])
+def test_what_is_counted_is_checked_before(lab, kernel, told):
+    """A wrong kernel is told with line and thread, and has changed nothing."""
+    card = EmulatedCard(0)
+    y = card.upload(np.ones(32, np.float32), "y")
+    with pytest.raises(LaunchError, match=r"line \d+\), block \(0, 0, 0\), thread") as caught:
+        lab.count(card, lambda: kernel[1, 32](y), CMP_100_210)
+    assert told in str(caught.value)
+    assert (card.download(y) == 1).all()
+
+
+def test_what_is_counted_runs_once(lab):
+    """The run that checks leaves memory as it was."""
+    @cuda.jit
+    def one_more(y):
+        y[uint32(cuda.threadIdx.x)] += float32(1.0)
+
+    card = EmulatedCard(0)
+    y = card.zeros(32, np.float32)
+    lab.count(card, lambda: one_more[1, 32](y), CMP_100_210)
+    assert (card.download(y) == 1).all()
+
+
+def test_compile_errors_are_short(lab):
+    """They say which line, and in one sentence what the compiler did not understand."""
+    @cuda.jit
+    def unknown_name(y):
+        y[uint32(0)] = such_a_name(3)  # noqa: F821
+
+    @cuda.jit
+    def unknown_attribute(y):
+        y[uint32(0)] = y.such_a_name
+
+    @cuda.jit
+    def unknown_call(y):
+        y[uint32(0)] = y["such_a_name"]
+
+    card = EmulatedCard(0)
+    for kernel in unknown_name, unknown_attribute, unknown_call:
+        with pytest.raises(CompileError) as caught:
+            kernel[1, 1](card.zeros(1, np.float32))
+        told = lab.brief(caught.value)
+        assert told.startswith(f"{kernel.__name__}, line ") and len(told.splitlines()) == 2, told
+        assert "such_a_name" in told.splitlines()[1]
+
+
+WRONG_KERNELS = {
+    "far": ("03_gemv", "cell-9", "wq[uint32(32 * block + j)]", "wq[uint32((32 * block + j) << uint32(12))]",
+            "gemv_thread (line 10), block (", "reads 1 bytes"),
+    "syncwarp": ("06_delta_rule", "cell-7", "cuda.syncwarp()\n        said", "said", "gdn_token (line ", "a race with thread"),
+    "name": ("03_gemv", "cell-9", "half_to_float(", "half_to_flaot(", "line 11, cannot be compiled", "half_to_flaot"),
+}
+
+
+@pytest.mark.parametrize("notebook, cell, right, wrong, place, what", WRONG_KERNELS.values(), ids=WRONG_KERNELS)
+def test_wrong_kernels_in_the_text_are_told(notebook, cell, right, wrong, place, what):
+    """With line and thread and in a few lines, and Python lives on."""
+    path = FOLDER / f"{notebook}.ipynb"
+    changed = read(path)
+    end = next(i for i, other in enumerate(changed.cells) if other.id == cell)
+    assert right in changed.cells[end].source
+    changed.cells[end].source = changed.cells[end].source.replace(right, wrong)
+    changed.cells = [*changed.cells[:end + 1], nbformat.v4.new_code_cell("print('alive')")]
+    client = nbclient.NotebookClient(changed, timeout=SECONDS, allow_errors=True,
+                                     resources={"metadata": {"path": str(FOLDER)}})
+    client.execute()
+    error, = [output for output in changed.cells[end].outputs if output.output_type == "error"]
+    shown = "\n".join(error.traceback)
+    assert place in shown and what in shown and len(shown.splitlines()) <= 3, shown
+    assert printed(changed.cells[-1]) == "alive\n"
 
 
 def test_attempts(lab, capsys):
