@@ -29,7 +29,7 @@ Before that, `encode_prompt` (engine/tokenizer.py) makes tokens of the text. The
 last pass of its prompt (`Stage.queue_first_choice`). The next step is queued before the host has read the tokens of
 this one, so a card without a grammar to obey does not wait for the host. Models for embeddings and reranking have a
 scheduler of their own (engine/packing.py), the same layers, and no head or sampler. engine/request.py lists the errors
-of requests and model files; kernels/ adds `CardError` and `CompileError`. README.md ends with a glossary.
+of requests and model files; kernels/ adds `CardError` and `CompileError`. docs/how-it-works.md ends with a glossary.
 """
 
 import sys
