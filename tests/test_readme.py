@@ -1,5 +1,5 @@
-"""What README.md and the pages in docs/ promise: links lead somewhere, commands and snippets do what they say, and tables
-of --plan are those of today. Their figures are compared by tests/test_figures.py."""
+"""What README.md and the pages in docs/ promise: links lead somewhere, commands and snippets do what they say, and
+tables of --plan are those of today. Their figures are compared by tests/test_figures.py."""
 
 import contextlib
 import io
@@ -25,8 +25,8 @@ README = ROOT / "README.md"
 PAGES = {file.relative_to(ROOT).as_posix(): file.read_text(encoding="utf-8")
          for file in (README, *sorted((ROOT / "docs").glob("*.md")))}
 RESULTS = (ROOT / "benchmarks" / "results.md").read_text(encoding="utf-8")
-LINKED = {**PAGES, **{name: (ROOT / name).read_text(encoding="utf-8") for name in ("models/README.md", "api/FIELDS.md")},
-          "benchmarks/results.md": RESULTS}
+LINKED = PAGES | {name: (ROOT / name).read_text(encoding="utf-8")
+                  for name in ("models/README.md", "api/FIELDS.md", "benchmarks/results.md")}
 # <!-- name --> and, on the next line, a block of code; of every page.
 FOUND = re.findall(r"^<!-- (\w+) -->\n```\w+\n(.*?)\n```$", "\n".join(PAGES.values()), re.M | re.S)
 BLOCKS = dict(FOUND)
@@ -112,8 +112,9 @@ def test_sections_of_the_results_that_are_named_exist():
 @pytest.mark.parametrize("text", PAGES.values(), ids=PAGES)
 def test_files_named_in_text_exist(text):
     named = re.findall(r"`((?:kernels|models|tests|notebooks)/[\w./]+)`", text)
-    modules = [f"{module.replace('.', '/')}.py" for module in re.findall(r"python -m ((?:kernels|benchmarks)\.\w+)", text)]
-    assert [name for name in named + modules if not (ROOT / name).exists()] == []
+    modules = re.findall(r"python -m ((?:kernels|benchmarks)\.\w+)", text)
+    files = named + [f"{module.replace('.', '/')}.py" for module in modules]
+    assert [name for name in files if not (ROOT / name).exists()] == []
 
 
 @pytest.mark.parametrize("text", PAGES.values(), ids=PAGES)
