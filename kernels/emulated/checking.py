@@ -20,8 +20,8 @@ Copies (`cp.async`): from its start until the thread has waited for its group, a
 at any moment, so no thread may access it, nor may the one that has started the copy. Where the wait ends, the
 copy is a write of this thread, and ordered as such. The place of a copy that is never waited for stays closed.
 
-Barriers: all lanes of a warp that have not returned take part, and all warps that have not returned are at
-the same barrier. One that only a part of the block waits at orders as if it were of all.
+Barriers: all lanes of a warp that have not returned take part, in a `syncwarp` for all lanes, too, and all warps that
+have not returned are at the same barrier. One that only a part of the block waits at orders as if it were of all.
 
 Blocks, and between barriers the warps of a block, run one at a time, in an order drawn from a seed. Shared
 and local memory start as 0xFF bytes.
@@ -44,7 +44,7 @@ from . import native
 from .emit import WARP, llvm_type
 from .flow import is_barrier
 from .native import LAUNCH, KernelFault
-from .ptx import SIZES, Mem, Pack
+from .ptx import SIZES, Imm, Mem, Pack
 from .translate import BARRIERS_BYTES, CONTEXT, CONTEXT_BYTES, GIVES_WAY
 from .watching import ATOMIC, COPY, LOCAL, OBSERVER, SHARED, WRITE, Watch, Watching, find_row
 
@@ -118,8 +118,15 @@ class Checking(Watching):
         self.do(f"br i1 {fine}, label %fine{self.n}, label %wrong")
         self.label(f"fine{self.n}")
 
+    def _block(self, index):
+        self.at = self.flow.blocks[index]
+        super()._block(index)
+
     def op_bar(self, instr):
-        """`bar.warp.sync`: a new phase of the warp."""
+        """`bar.warp.sync`: a new phase of the warp. One for all lanes orders nothing if a lane is elsewhere."""
+        mask = instr.operands[-1]
+        if isinstance(mask, Imm) and mask.value & 0xFFFFFFFF == 0xFFFFFFFF:
+            self._check_everyone_is_here(self.at, instr)
         phase = self.let(f"getelementptr i64, ptr {self.watched(PHASES)}, i32 %warp")
         count = self.op("add", "i64", 1, self.let(f"load i64, ptr {phase}"), "1")
         self.do(f"store i64 {count}, ptr {phase}")
@@ -141,11 +148,11 @@ class Checking(Watching):
     def _terminate(self, block):
         if block.end is not None and is_barrier(block.end):
             self.barriers.append((len(self.resumes) + 1, block.end.line))
-            self._check_everyone_is_here(block)
+            self._check_everyone_is_here(block, block.end)
         super()._terminate(block)
 
-    def _check_everyone_is_here(self, block):
-        """At a barrier: no lane waits elsewhere, unless where all that remains is to return."""
+    def _check_everyone_is_here(self, block, instr):
+        """At a barrier in a block: no lane waits elsewhere, unless where all that remains is to return."""
         places = {i for i in self.flow.waiting[block.index] if not self._returns(i)}
         missing = "0"
         for other in sorted(places & self.flow.masked):
@@ -154,7 +161,7 @@ class Checking(Watching):
             absent = self.op("xor", "i32", 1, self.start_mask or "-1", self.mask)
             missing = self.op("or", "i32", 1, missing, absent)
         if missing != "0":
-            self.tell_observer(block.end, 1, BARRIER, missing)
+            self.tell_observer(instr, 1, BARRIER, missing)
 
     def _returns(self, index):
         block = self.flow.blocks[index]

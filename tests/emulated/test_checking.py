@@ -404,6 +404,29 @@ def test_a_barrier_for_some_lanes_of_a_warp(checked):
     assert "thread (40, 0, 0): does not take part in a barrier" in message
 
 
+@pytest.mark.parametrize("turns", [False, True])
+def test_a_syncwarp_for_some_lanes(checked, turns):
+    """Lanes that are elsewhere are not ordered by it, whether they skip it or leave a loop earlier."""
+    @cuda.jit
+    def half_of_the_warp(y, n):
+        shared = cuda.shared.array(32, float32)
+        t = uint32(cuda.threadIdx.x)
+        shared[t] = float32(t)
+        if turns:
+            for _ in range(t // uint32(16) if n < uint32(32) else uint32(1)):
+                cuda.syncwarp()  # fault
+        elif t < n:
+            cuda.syncwarp()
+        y[t] = shared[uint32(uint32(31) - t)]
+
+    y = checked.zeros(32, np.float32)
+    passes(checked, half_of_the_warp, 1, 32, y, 32)
+    checked.launch(half_of_the_warp, 1, 32, y, 16)
+    with pytest.raises(LaunchError, match="does not take part in a barrier") as caught:
+        checked.synchronize()
+    assert re.search(r"thread \(\d+, 0, 0\)", str(caught.value)) and "bar.warp.sync" in str(caught.value)
+
+
 def test_warps_at_different_barriers(checked):
     @cuda.jit
     def either(y):
