@@ -26,7 +26,8 @@ PAGES = {file.relative_to(ROOT).as_posix(): file.read_text(encoding="utf-8")
          for file in (README, *sorted((ROOT / "docs").glob("*.md")))}
 RESULTS = (ROOT / "benchmarks" / "results.md").read_text(encoding="utf-8")
 LINKED = PAGES | {name: (ROOT / name).read_text(encoding="utf-8")
-                  for name in ("models/README.md", "api/FIELDS.md", "benchmarks/results.md")}
+                  for name in ("models/README.md", "notebooks/README.md", "notebooks/glossary.md", "api/FIELDS.md",
+                               "benchmarks/results.md")}
 # <!-- name --> and, on the next line, a block of code; of every page.
 FOUND = re.findall(r"^<!-- (\w+) -->\n```\w+\n(.*?)\n```$", "\n".join(PAGES.values()), re.M | re.S)
 BLOCKS = dict(FOUND)
