@@ -29,7 +29,7 @@ Before that, `encode_prompt` (engine/tokenizer.py) makes tokens of the text. The
 last pass of its prompt (`Stage.queue_first_choice`). The next step is queued before the host has read the tokens of
 this one, so a card without a grammar to obey does not wait for the host. Models for embeddings and reranking have a
 scheduler of their own (engine/packing.py), the same layers, and no head or sampler. engine/request.py lists the errors
-of requests and model files; kernels/ adds `CardError` and `CompileError`. README.md ends with a glossary.
+of requests and model files; kernels/ adds `CardError` and `CompileError`. docs/how-it-works.md ends with a glossary.
 """
 
 import sys
@@ -54,7 +54,7 @@ from typing import ClassVar, NamedTuple
 import numpy as np
 import tqdm
 
-from engine import display, expert_store, look, talk
+from engine import display, expert_store, look, own_products, talk
 from engine.constraints import Constraint, Vocabulary
 from engine.details import ModelDetails, parameters
 from engine.draft_block import PIECE, DraftBlock
@@ -1293,7 +1293,7 @@ class Stage:
         return lengths
 
     def product_checks(self, gemv, gemm) -> list:
-        """The arguments of each `check_product` that `Engine.use` asks for."""
+        """The arguments of each `own_products.check_product` that `Engine.use` asks for."""
         model = self.model
         weights = [matrix for part in (*model.blocks, model.head, model.block and model.block.eh_proj)
                    if part for matrix in matrices(part)]
@@ -1381,16 +1381,6 @@ def stage_class(config: Config) -> type[Stage]:
     return PoolingStage if config.pooling else Stage
 
 
-def check_product(card: Card, product, n: int, k: int, rows: int, add: bool):
-    """Compare a product of Q8_0 with its reference on random numbers. ValueError if they differ."""
-    try:
-        q8_gemm.check(card, n, k, rows, add, product)
-    except AssertionError as error:
-        what = str(error) or "other numbers than the reference"
-        where = f"a matrix of {n} x {k}, {rows} row{'s' * (rows > 1)} of x{', added to y' * add}"
-        raise ValueError(f"{product.__name__}, {where}: {what}") from error
-
-
 def with_starts(sizes: list[int]):
     """(start, size) of parts of these sizes that follow each other."""
     return zip(itertools.accumulate(sizes, initial=0), sizes)
@@ -1439,13 +1429,13 @@ class Pipeline:
         self.last.worker.ask(self.last.sampler.follow_script, texts).result()
         self.last.worker.ask(self.last.recordings.clear).result()
 
-    def use(self, gemv, gemm):
-        """See `Engine.use`."""
-        for stage in self.stages:
-            for check in stage.product_checks(gemv, gemm):
-                stage.worker.ask(check_product, *check).result()
+    def use(self, gemv, gemm, check) -> list:
+        """See `Engine.use`. check: called for each product and shape. Returns what it gave."""
+        found = [stage.worker.ask(check, *case).result() for stage in self.stages
+                 for case in stage.product_checks(gemv, gemm)]
         for stage in self.stages:
             stage.worker.ask(stage.replace_products, gemv, gemm).result()
+        return found
 
     def fail(self, worker: Worker, error: BaseException):
         """Stop everything at the first failure. All tasks end with its error, so every thread that waits for one gets
@@ -2215,7 +2205,8 @@ class Engine(TextOnly, TextEngine):
             self.scheduler.cache.clear()
             self.pipeline.gallery.clear()
 
-    def use(self, gemv=None, gemm=None):
+    def use(self, gemv=None, gemm=None, approximate: bool = False,
+            question: str = own_products.QUESTION) -> own_products.Report | None:
         """Use functions of yours for the products of Q8_0 matrices. Without arguments the engine uses its own again.
 
         gemv is called as `gemv_q8_q8` (kernels/q8_gemv.py) is, for decode steps and the output head. gemm is called as
@@ -2223,12 +2214,18 @@ class Engine(TextOnly, TextEngine):
         their own. Before anything changes, each function is compared with the reference on random matrices of the
         model's shapes; those of large shapes have fewer rows. ValueError says where a function is wrong. Running
         answers go on with the new functions.
+
+        approximate: numbers may differ by more than rounding. Then the Report tells how large the errors are, what
+        becomes of the answer to `question`, and how fast both are.
         """
+        before = own_products.run(self, question) if approximate else None
         with self.scheduler.between_steps():
-            self.pipeline.use(gemv, gemm)
+            check = own_products.error_of if approximate else own_products.check_product
+            errors = self.pipeline.use(gemv, gemm, check)
             self.pipeline.load_kernels(progress=False)
             self.scheduler.cache.clear()            # what is kept was computed by other kernels
             self.pipeline.gallery.clear()
+        return own_products.Report.of(errors, before, own_products.run(self, question)) if approximate else None
 
     def close(self, grace: float = 0.0):
         """Close the engine. New requests are refused, and running ones get `grace` seconds to finish."""

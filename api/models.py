@@ -24,7 +24,7 @@ def models(service):
 
 def model(service, id: str):
     """Only here does an unknown name matter: every other request is answered by a model of the kind that it needs."""
-    found = [one for one in service.ready().served if id in (one.name, *one.aliases)]
+    found = [one for one in service.ready().served if one.is_named(id)]
     if not found:
         raise NotFound("model", f"the model {id[:80]!r} is not here; /v1/models says what is", "model_not_found")
     return described(service, found[0])

@@ -3,6 +3,7 @@ health. Those of the tokenizer also have vLLM's fields, which lm-eval sends: pro
 
 import datetime
 import json
+import time
 
 import flask
 
@@ -10,7 +11,6 @@ from engine import images
 from engine.guard import GUARD
 from engine.request import Fault, RequestError
 from engine.served import Served
-from engine.text_engine import sees
 
 from . import chat, openai
 from .endpoint import Endpoint
@@ -112,7 +112,8 @@ def apply_template(service, body: dict):
 def health(service):
     """Whether the first model can answer, and why not. Of each card: its name, and its first and last layer. Of the
     models beside it: what they are, where, whether they are loaded, and why one has failed; the others go on. sees: how
-    many pixels of a picture the first model takes, and how many pictures of a request, if it takes any."""
+    many pixels of a picture the first model takes, and how many pictures of a request, if it takes any. A first model
+    that is not loaded has no cards, and `refused` where its last load has just failed: why."""
     lost = {"lost": [told_of(fault) for fault in service.lost]} if service.lost else {}
     if service.is_draining:
         return {"status": "draining"}, 503
@@ -124,25 +125,25 @@ def health(service):
 
 def health_of(first: Served, *others: Served, lost: dict):
     """The same of models that stay as they are meanwhile, of a server that works."""
-    beside = {"side": [beside_first(one) for one in others]} if others else {}
-    engine = first.engine
-    if engine is None:
-        return {"status": "ok", "model": first.name, "state": first.state, "cards": [], **beside, **lost,
-                "counts_pipes": False, "counts_experts": False}
-    if engine.reason is not None:
+    engine, beside = first.engine, {"side": [described(one) for one in others]} if others else {}
+    if engine is not None and engine.reason is not None:
         return {"status": "error", **failure_of(engine), **beside}, 503
-    if sees(engine):
-        limits = engine.eyes.limits
+    if limits := first.facts.limits:
         beside["sees"] = {"pixels": limits.max_tokens * images.BLOCK**2, "pictures": limits.most_pictures}
-    return {"status": "ok", "model": engine.name, "state": first.state, "cards": cards_of(engine), **beside, **lost,
-            "counts_pipes": engine.kind == "text" and engine.counts_pipes,
-            "counts_experts": experts_used(engine) is not None}
+    return {"status": "ok", **described(first), **beside, **lost,
+            "counts_pipes": engine is not None and engine.kind == "text" and engine.counts_pipes,
+            "counts_experts": engine is not None and experts_used(engine) is not None}
 
 
-def beside_first(served: Served) -> dict:
+def described(served: Served) -> dict:
+    """What a model is, whether it is loaded, and where, or why it could not be loaded a moment ago."""
     engine = served.engine
-    where = {"cards": []} if engine is None else {"cards": cards_of(engine), **failure_of(engine)}
+    where = {"cards": [], **refusal_of(served)} if engine is None else {"cards": cards_of(engine), **failure_of(engine)}
     return {"model": served.name, "kind": served.kind, "state": served.state, **where}
+
+
+def refusal_of(served: Served) -> dict:
+    return {"refused": served.refusal} if served.refused_until > time.monotonic() else {}
 
 
 def cards_of(engine) -> list[dict]:

@@ -63,6 +63,7 @@ class Layers:
     def estimated(self, index, rows, start):
         model = self.stage.model
         model.layers, model.first_layer = self.layers[index:index + 1], index
+        model.views.clear()                     # of micro-batches, which have the layers of before
         qengine.set_rows(self.stage.inputs, [0] * rows, [0] * rows, range(start, start + rows))
         with self.card.record() as recording:
             self.stage.launch_prompt(rows)

@@ -71,6 +71,7 @@ class Steps:
         """The same of a model with some of the two layers."""
         stage, model = self.stage, self.stage.model
         model.layers, model.first_layer = [self.layers[i] for i in indices], indices[0]
+        model.views.clear()                     # which have the layers of before
         drafts = [0] * (width - 1)
         stage.set_batch(np.array([answer_of(0, 0, self.context, self.context + 64, 0, drafts)], np.int32), 0)
         with self.card.record() as recording:

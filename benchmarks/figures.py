@@ -11,7 +11,7 @@ In results.md a comment above a table gives it a name, and says on what and when
 Readers do not see the comments, and tests/test_figures.py compares every quote with its source:
 
 - in a sentence or a cell: `58.5<!-- = ladder-h100 | 3 registers | TOPS -->`. Of a cell with several numbers the n-th is
-  meant by a fourth part, `| 2`. The quote may have fewer digits than the source: 59 or 58.5 for 58.49.
+  meant by a fourth part, `| 2`. Inside a table the bars are written `\\|`, or they would end the cell. The quote may have fewer digits than the source: 59 or 58.5 for 58.49.
 - a table, whole or a part of its rows and columns, under the comment `<!-- figures: ladder-h100 -->`.
 """
 
@@ -60,7 +60,7 @@ def wrong_quotes(text):
     """A sentence for each figure that a page quotes and that its source does not say."""
     wrong = []
     for quoted, what in _QUOTE.findall(text):
-        quoted, (name, row, column, *n) = quoted.rstrip(","), [part.strip() for part in what.split("|")]
+        quoted, (name, row, column, *n) = quoted.rstrip(","), [part.strip(" \\") for part in what.split("|")]
         true = figure(name, row, column, *map(int, n))
         if not rounds_to(true, quoted):
             wrong.append(f"{quoted} is quoted, but {what} is {true:,}")

@@ -19,7 +19,7 @@ from engine.tokenizer import encode_prompt
 
 from .engines import Wishes, load_engine, traced
 from .interrupts import interruptible
-from .terminal import answer_writer, line_editing
+from .terminal import answer_writer, line_editing, remark
 
 
 def print_answer(engine, request: Request, opening: str = "content") -> tuple[str, bool]:
@@ -37,7 +37,7 @@ def print_answer(engine, request: Request, opening: str = "content") -> tuple[st
         generation.cancel()
         writer.end()
     if pieces:
-        qengine.note(speeds_of(generation))
+        remark(speeds_of(generation))
     return "".join(pieces), interrupted
 
 

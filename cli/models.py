@@ -15,6 +15,7 @@ from engine.hub import eyes_file
 from engine.limits import SAMPLING
 from engine.request import RequestError
 from engine.served import Defaults, Facts, Models, Served
+from engine.sight import limits_for
 from engine.text_engine import wrong_kind
 from kernels.card import PlannedCard
 
@@ -44,9 +45,11 @@ class Wanted:
     @property
     def facts(self) -> Facts:
         """Of the model before it is loaded."""
-        model, eyes = self.model, eyes_file(self.arguments.get("mmproj"), self.model, qengine.note)
-        return Facts(model.name, model.kind, model.n_ctx(self.arguments.get("ctx")), model.tokenizer, model.template,
-                     ModelDetails.of(model.weights), sees=eyes is not None)
+        model, n_ctx = self.model, self.model.n_ctx(self.arguments.get("ctx"))
+        eyes = eyes_file(self.arguments.get("mmproj"), model, qengine.note)
+        limits = limits_for(self.arguments.get("image_tokens"), n_ctx) if eyes else None
+        return Facts(model.name, model.kind, n_ctx, model.tokenizer, model.template, ModelDetails.of(model.weights),
+                     limits)
 
     def arguments_on(self, cards: list) -> dict:
         """The arguments of `qengine.load` for these cards. Where n models share a card, each takes an n-th of an eighth

@@ -4,6 +4,7 @@ nothing is imported here that takes time."""
 import argparse
 import functools
 import json
+import sys
 
 from engine import limits
 from engine.limits import IMAGE_TOKENS, MOST_DRAFTS, SAMPLING, SPARSE
@@ -57,8 +58,29 @@ GOES_WITH = {"raw": ["prompt"], "slots": ["serve", "plan", "print_config"], "kv_
                              ["prompt", "chat", "serve"])}
 
 
+# What llama.cpp calls otherwise, or what nobody needs to say here.
+LLAMA_CPP = {**dict.fromkeys(["-hf", "--hf-repo"], "say -m hf:OWNER/NAME"),
+             **dict.fromkeys(["-c", "--ctx-size"], "say --ctx"), "-mm": "say --mmproj",
+             **dict.fromkeys(["-n", "--predict", "--n-predict"], "say --max-tokens"), "--port": "say --serve PORT",
+             **dict.fromkeys(["-np", "--parallel"], "say --slots"), "--temp": "say --temperature", "-s": "say --seed",
+             **dict.fromkeys(["-cnv", "--conversation"], "say --chat"), "--repeat-penalty": "say --repetition-penalty",
+             **dict.fromkeys(["-sys", "--system-prompt"], "say --system"),
+             **dict.fromkeys(["-ts", "--tensor-split"], "say --split, the layers of each card"),
+             **dict.fromkeys(["-dev", "--device"], "say --card"), **dict.fromkeys(["-f", "--file"], "say -p - < FILE"),
+             **dict.fromkeys(["-ctk", "-ctv", "--cache-type-k", "--cache-type-v"], "say --kv"),
+             **dict.fromkeys(["-ngl", "--gpu-layers", "--n-gpu-layers"], "leave it out, all layers are on the cards"),
+             **dict.fromkeys(["-fa", "--flash-attn", "-b", "--batch-size", "-ub", "--ubatch-size", "-t", "--threads"],
+                             "leave it out, the engine knows best")}
+
+
 class Parser(argparse.ArgumentParser):
     error_of = ""               # what a mistake is in, where that is not the command line itself
+
+    def parse_args(self, args=None, namespace=None):
+        for word in sys.argv[1:] if args is None else args:
+            if said := LLAMA_CPP.get(word.partition("=")[0]):
+                self.error(f"{word} is an option of llama.cpp: {said}")
+        return super().parse_args(args, namespace)
 
     def error(self, message):
         self.exit(2, f"qengine: {self.error_of}{message} (see --help)\n")

@@ -39,7 +39,8 @@ def run_server(options) -> int:
             port = stack.enter_context(serving(app, options.host, options.serve, tls))
         except (OSError, ValueError) as error:
             reason = getattr(error, "strerror", None) or error
-            qengine.note(f"qengine: cannot listen on {options.host} port {options.serve}: {reason}")
+            qengine.note(f"qengine: cannot listen on {options.host} port {options.serve}: {reason} (--serve PORT takes "
+                         "another)")
             return 2
         if not keys and not is_loopback(options.host):
             qengine.note(f"warning: whoever reaches {options.host} can use this server: --api-key asks for a key")

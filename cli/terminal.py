@@ -170,6 +170,22 @@ def width_of(word: str) -> int:
     return sum(0 if unicodedata.combining(letter) else 1 + is_wide(letter) for letter in word)
 
 
+def remark(text: str):
+    """A line about an answer, below it on stderr. On a terminal its words are wrapped, and it is dim where there are
+    colours."""
+    out = sys.stderr
+    if not out.isatty():
+        print(text, file=out, flush=True)
+        return
+    dim, plain = (DIM, PLAIN) if has_colours(out) else ("", "")
+    out.write(dim)
+    lines = Wrapped(out.write, columns_of(out))
+    lines.push(text)
+    lines.flush()
+    out.write(f"{plain}\n")
+    out.flush()
+
+
 class PlainAnswer:
     """Writes an answer as the model does."""
 

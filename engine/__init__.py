@@ -11,6 +11,7 @@
     template.py         messages to a prompt
     talk.py             conversations with pictures, as the command line and notebooks hold them
     display.py          how a loaded model shows itself, and what its kernels did
+    own_products.py     a reader's products in place of the engine's: checked, or compared
     look.py             hidden states, attention and logits of a text by name, and what changes if one is changed
     rendering.py        chat templates, run in a process of their own
     guard.py            which control tokens of a prompt are real

@@ -13,6 +13,8 @@ from kernels.emulated.cards import CARDS, CardModel
 from kernels.emulated.estimate import PIPES, SECTOR, Counts
 
 PIPES_SECONDS = 1           # at least so long from one counted step to the next
+WAIT_SECONDS = 1            # for an answer to begin, where none is being written
+LOOK_SECONDS = 0.002        # between two looks whether one has begun: a short answer is over in a tenth of a second
 
 
 @contextlib.contextmanager
@@ -50,19 +52,27 @@ class PipeMeter:
         return [stage.card.kind for stage in self.pipeline.stages] == ["emulated"]
 
     def count(self) -> dict | None:
-        """What the next decode step does, or what the last counted one did; None before the first counted step.
+        """What the next decode step does, or what the last counted one did; None before the first counted step. Waits
+        for WAIT_SECONDS at most if no answer is being written.
 
         tokens, launches; pipes: instructions of warps by pipe; megabytes that memory must move; card: the name of
         MODEL; estimated_seconds on that card, None where there is no ptxas.
         """
         if self.busy.acquire(blocking=False):
             try:
-                if time.monotonic() - self.at > PIPES_SECONDS:
-                    self.last = self._count() or self.last
-                    self.at = time.monotonic()
+                if time.monotonic() - self.at > PIPES_SECONDS and self._wait() and (counted := self._count()):
+                    self.last, self.at = counted, time.monotonic()
             finally:
                 self.busy.release()
         return self.last
+
+    def _wait(self) -> bool:
+        """Whether an answer is being written; waits for one if not. Whoever asks when a request begins would else hear
+        nothing of a short answer."""
+        end = time.monotonic() + WAIT_SECONDS
+        while not (found := self.scheduler.answering(0)) and time.monotonic() < end:
+            time.sleep(LOOK_SECONDS)
+        return bool(found)
 
     def _count(self) -> dict | None:
         stage, scheduler = self.stage, self.scheduler

@@ -4,8 +4,9 @@ A model is either always loaded, or it is loaded at its first request and put aw
 What is loaded together fits the cards. Where it would not, the idle model goes that nobody has asked for the longest
 time. A model that answers a request, or for which a request waits, never goes.
 
-One thread loads and puts away, one model at a time. So a server begins at most LOADS loads in LOADS_SECONDS, whatever
-its clients ask for; a request that would need another one is refused until then.
+One thread loads and puts away, one model at a time. A server begins at most LOADS loads in LOADS_SECONDS, whatever its
+clients ask for; a request that would need another one is refused until then. A load for which there is no memory does
+not count. It is tried again after BUSY_SECONDS at the earliest.
 """
 
 import collections
@@ -18,6 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from engine.details import ModelDetails
+from engine.images import Limits
 from engine.pooling import PoolingEngine, RerankTemplate
 from engine.request import EngineStopped
 from engine.template import ChatTemplate
@@ -46,8 +48,8 @@ class NotLoaded(Exception):
 
 @dataclass(frozen=True)
 class Facts:
-    """What is known of a model, loaded or not. The names mean what those of TextEngine and PoolingEngine mean. sees:
-    whether it takes pictures."""
+    """What is known of a model, loaded or not. The names mean what those of TextEngine and PoolingEngine mean. limits:
+    of the pictures that it takes; None: it takes none."""
 
     name: str
     kind: str
@@ -55,12 +57,16 @@ class Facts:
     tokenizer: Tokenizer
     template: ChatTemplate | RerankTemplate | None
     details: ModelDetails
-    sees: bool = False
+    limits: Limits | None = None
+
+    @property
+    def sees(self) -> bool:
+        return self.limits is not None
 
     @classmethod
     def of(cls, engine: TextEngine | PoolingEngine) -> "Facts":
         return cls(engine.name, engine.kind, engine.n_ctx, engine.tokenizer, engine.template, engine.details,
-                   sees(engine))
+                   engine.eyes.limits if sees(engine) else None)
 
 
 @dataclass(frozen=True)
@@ -295,6 +301,7 @@ class Models:
             try:
                 engine = self._fitted(served)
             except OutOfMemory as error:
+                self.begun.pop()        # nothing was loaded; the seconds below keep this seldom
                 others = [one.name for one in self.served if one.load and one.engine is not None]
                 seconds = BUSY_SECONDS if others else AGAIN_SECONDS
                 refusal = (f"the model {served.name} does not fit beside what answers now: {', '.join(others)}"

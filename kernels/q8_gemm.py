@@ -528,10 +528,10 @@ CASES = [(1, 32, 1), (4, 320, 3), (33, 96, 31), (129, 544, 33), (500, 1024, 65),
 FORMAT_CASES = [(1, 1, 1), (33, 3, 31), (130, 2, 65)]  # n, blocks of the file in a row of w, rows
 
 
-def check(card, n, k, rows, add=False, multiply=gemm, format=FORMATS["Q8_0"]):
-    """Multiplies random matrices and returns the largest error as a fraction of what rounding may do: 2**-24 of the sum
-    of magnitudes for every link of the chain over the blocks, for the product of the scales and for the addition to y.
-    multiply: called as `gemm_q8_q8` is."""
+def compare(card, n, k, rows, add=False, multiply=gemm, format=FORMATS["Q8_0"]):
+    """Multiplies random matrices. Returns three arrays [rows, n]: what came, what is right, and by how much rounding may
+    make them differ: 2**-24 of the sum of magnitudes for every link of the chain over the blocks, for the product of the
+    scales and for the addition to y. multiply: called as `gemm_q8_q8` is. AssertionError if it wrote elsewhere."""
     rng = np.random.default_rng((n, k, rows))
     raw, (xq, xd) = random_raw(rng, format, n, k), random_activations(rng, rows, k)
     before = rng.standard_normal((rows, n), np.float32)
@@ -547,7 +547,14 @@ def check(card, n, k, rows, add=False, multiply=gemm, format=FORMATS["Q8_0"]):
     assert np.isnan(y).all(), "wrote elsewhere"
     want, magnitude = product_reference(format, raw, xq, xd)
     bound = (k // BLOCK * format.terms_per_block + 2) * 2.0**-24 * (magnitude + abs(before) * add)
-    error = (abs(got - (want + before * add)) / bound).max()
+    return got, want + before * add, bound
+
+
+def check(*case, **more):
+    """Asserts that a product differs from its reference by no more than rounding; the arguments are those of `compare`.
+    Returns the largest error as a fraction of that."""
+    got, want, bound = compare(*case, **more)
+    error = (abs(got - want) / bound).max()
     assert error <= 1
     return error
 

@@ -103,6 +103,16 @@ def test_text(ask):
     assert abs(datetime.datetime.now(datetime.timezone.utc) - made) < datetime.timedelta(minutes=5)
 
 
+def test_cached_tokens_are_told_apart():
+    """A client that divides by prompt_eval_duration, which is the time of the others, can leave them out."""
+    engine = PacedEngine("Hello.")              # of every prompt, the whole pages count as cached
+    answer = app_of(engine).test_client().post("/api/chat", json={
+        "model": "m", "stream": False, "messages": [{"role": "user", "content": "word " * 100}]}).json
+    generation, = engine.generations
+    assert answer["prompt_eval_count"] == generation.n_prompt
+    assert 0 < answer["prompt_eval_cached_count"] == generation.n_cached < generation.n_prompt
+
+
 def test_thoughts(ask):
     script = "I think.\n</think>\n\nHello."
     for think in True, "low", "high":
@@ -343,6 +353,7 @@ def test_open_webui(scripted):
     assert response.status_code == 200
     lines = [json.loads(line) for line in response.data.split(b"\n") if line]
     assert "".join(line["message"]["content"] + line["message"].get("thinking", "") for line in lines) == "Hello."
-    assert all(type(lines[-1][count]) is int for count in ("prompt_eval_count", "eval_count", *DURATIONS))
+    counts = "prompt_eval_count", "prompt_eval_cached_count", "eval_count"
+    assert all(type(lines[-1][count]) is int for count in (*counts, *DURATIONS))
     expires = datetime.datetime.fromisoformat(send(port, "GET", "/api/ps")[2]["models"][0]["expires_at"])
     assert int(expires.timestamp()) > 0

@@ -21,7 +21,7 @@ import qengine
 from cli import interrupts
 from cli import serve as server
 from cli.main import main
-from cli.options import EXAMPLES, build_parser
+from cli.options import EXAMPLES, LLAMA_CPP, build_parser
 from engine import limits
 from engine.plan import LONGEST_CTX
 from engine.request import Delta, EngineStopped, Generation
@@ -142,7 +142,10 @@ def test_examples_in_the_help_parse():
     (["-m", MODEL, "--print-config", "--seed", "1"], "--seed goes with -p or --chat or --serve"),
     (["-m", MODEL, "--perplexity", __file__, "--temperature", "1"], "--temperature"),
     (["-m", "", "-p", "hi"], "-m names no model"),
-    (["-m", MODEL, "-p", "hi", "--temp", "1"], "--temp"),
+    (["-m", MODEL, "-p", "hi", "--temp", "1"], "--temp is an option of llama.cpp: say --temperature"),
+    (["-m", MODEL, "--chat", "-ngl", "99"], "-ngl is an option of llama.cpp: leave it out, all layers are on the cards"),
+    (["-hf", "OWNER/NAME"], "-hf is an option of llama.cpp: say -m hf:OWNER/NAME"),
+    (["-m", MODEL, "--serve", "--ctx-size=512"], "say --ctx (see"),
     (["-m", "synthetic:enormous", "-p", "hi"], "enormous"),
     (["-m", "synthetic:enormous", "--print-config"], "enormous"),
     (["-m", "/nowhere/model.gguf", "-p", "hi"], "/nowhere/model.gguf"),
@@ -163,6 +166,13 @@ def test_a_mistake_is_one_sentence(capsys, arguments, words):
     *before, sentence = err.splitlines()
     assert sentence.startswith("qengine: ") and words in sentence
     assert "Traceback" not in err and not any("qengine: " in line for line in before)
+
+
+def test_options_of_others_are_not_ours():
+    """What a mistake of somebody who knows llama.cpp is told never hides an option of ours, and names one that is there."""
+    ours = {name for action in build_parser()._actions for name in action.option_strings}
+    assert LLAMA_CPP and not LLAMA_CPP.keys() & ours
+    assert {word for said in LLAMA_CPP.values() for word in re.findall(r"say (-[\w-]+)", said)} <= ours
 
 
 @pytest.mark.parametrize("task", [["--plan"], ["-p", "hi"]])

@@ -4,6 +4,7 @@ import contextlib
 import ctypes
 import dataclasses
 import gc
+import html
 import itertools
 import logging
 import threading
@@ -15,6 +16,7 @@ from llguidance import LLMatcher
 
 import qengine
 from api.grammar import at_least
+from engine import own_products
 from engine.plan import LEAST_CHECKPOINTS, LONGEST_CTX, Work, choose_rows, slowest_seconds
 from engine.prefix import pages_for
 from kernels import probe, q8_gemm, q8_gemv
@@ -566,6 +568,37 @@ class Counting:
 def forgets_scales(card, y, stride, w, x, columns, add):
     ones = dataclasses.replace(w, scales=card.upload(np.ones(w.scales.shape, w.scales.dtype)))
     q8_gemv.gemv_q8_q8(card, y, stride, ones, x, columns, add)
+
+
+def of_fewer_bits(card, y, stride, w, x, columns, add, stream=None):
+    """A product of the weights without their last two bits, as if they had six."""
+    values = card.download(w.values)
+    few = dataclasses.replace(w, values=card.upload((values.view(np.int8) & ~3).view(values.dtype)))
+    q8_gemm.gemm_q8_q8(card, y, stride, few, x, columns, add, stream=stream)
+
+
+def writes_nothing(card, y, stride, w, x, columns, add):
+    pass
+
+
+def test_approximate_products_are_measured(card):
+    """Their errors are those of the bits that are missing, and text and speed of before and now are told."""
+    with contextlib.closing(load_tiny(card, slots=1)) as engine:
+        asked = engine.chat([{"role": "user", "content": "one two three"}], max_tokens=own_products.ANSWER_TOKENS)
+        with pytest.raises(ValueError, match="of_fewer_bits, .*: other numbers"):
+            engine.use(gemm=of_fewer_bits)
+        exact = engine.use(gemv=q8_gemv.gemv_q8_q8, approximate=True)
+        assert exact.errors[0].share < 1e-6 and exact.before.ids == exact.now.ids and "the same text" in repr(exact)
+        report = engine.use(gemm=of_fewer_bits, approximate=True, question="one two three")
+        error, = report.errors
+        assert error.product == "of_fewer_bits" and 0.005 < error.share < 0.05      # of 127 steps, 1.5 on average
+        assert report.before.text == asked
+        assert min(report.before.prompt_speed, report.now.answer_speed) > 0
+        for words in "of_fewer_bits", "tokens/s before", report.now.text[:10]:
+            assert words in repr(report) and html.escape(words) in report._repr_html_()
+        for wrong, message in (writes_too_much, "wrote elsewhere"), (writes_nothing, "no numbers"):
+            with pytest.raises(ValueError, match=message):
+                engine.use(gemv=wrong, approximate=True)
 
 
 def writes_too_much(card, y, stride, w, x, columns, add):

@@ -598,6 +598,21 @@ def test_pipes_of_a_running_engine():
     assert client.get("/pipes").json == counted             # the last one, until there is another
 
 
+def test_whoever_asks_for_pipes_before_an_answer_begins_is_told_of_it():
+    """As the page does; a short answer is over before it could ask again."""
+    engine = tiny_engine()
+    client, request, told = web(engine), Request([1, 2, 3], max_tokens=500, ignore_eos=True), []
+    while not told or told[-1] is None:                     # what counts is compiled, and an answer may end meanwhile
+        engine.pipe_meter.last = None
+        time.sleep(PIPES_SECONDS)
+        thread = threading.Thread(target=lambda: told.append(client.get("/pipes").get_json(silent=True)))
+        thread.start()
+        time.sleep(0.1)                                     # nothing runs yet
+        engine.submit(request).wait()
+        thread.join()
+    assert told[-1]["tokens"] == 1
+
+
 def test_experts_only_where_they_are_counted():
     client = web()
     assert client.get("/health").json["counts_experts"] is False

@@ -884,6 +884,20 @@ def test_a_model_that_is_still_loading(open_page, engine):
     expect(answers(page)).to_contain_text("You said hello.")
 
 
+def test_a_model_that_is_put_away(page):
+    """It is loaded when somebody asks; then the page looks again at what it can do."""
+    states = ["unloaded", "loaded"]
+    page.route("**/health", lambda route: route.fulfill(json={
+        "status": "ok", "model": "m", "state": states[0], "counts_pipes": states[0] == "loaded"}))
+    page.reload()
+    expect(page.get_by_role("heading", name="qengine")).to_contain_text("m, loaded when you ask")
+    expect(button(page, "Pipes")).not_to_be_visible()
+    del states[0]
+    say(page, "hello")
+    expect(page.get_by_role("heading", name="qengine")).not_to_contain_text("loaded")
+    expect(button(page, "Pipes")).to_be_visible()
+
+
 def test_an_engine_that_fails(page):
     say(page, "broken")
     expect(page.get_by_role("alert")).to_contain_text("The answer broke off: the card fell off the bus.")

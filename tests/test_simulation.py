@@ -1,12 +1,13 @@
-"""benchmarks/across_cards.py: one block of each launch stands for all, and a timeline of the engine is told again."""
+"""benchmarks/across_cards.py and drafts.py: one block of each launch stands for all, a few layers stand for a model, and
+a timeline of the engine is told again."""
 
 import json
 
 import pytest
 
 import qengine
-from benchmarks import across_cards
-from engine.plan import schedule
+from benchmarks import across_cards, drafts
+from engine.plan import Demand, schedule
 from kernels.emulated.cards import CMP_100_210
 from kernels.trace import tracing
 
@@ -23,6 +24,16 @@ def test_a_block_of_each_launch_tells_what_all_take(monkeypatch):
         with layers.card.counting() as log:
             layers.stage.launch_prompt(ROWS)
         assert sampled == pytest.approx(sum(launch.estimate(CMP_100_210).seconds for launch in log), rel=0.1)
+
+
+def test_two_layers_stand_for_a_decode_step():
+    """As benchmarks/drafts.py counts them. A step reads all weights, so it takes as long as that, and not much longer."""
+    steps = drafts.Steps("synthetic:0.8b", CMP_100_210, 300)
+    both, *alone = [steps.estimated(indices, 1, 0) for indices in (range(2), [0], [1])]
+    assert both > max(alone) and alone[0] != alone[1]
+    read = qengine.make_planner(steps.opened, [steps.card], Demand(512)).plan.stages[0].weights
+    least = read / CMP_100_210.read_bandwidth
+    assert least < steps.seconds(1, 0) < 2 * least
 
 
 def test_a_timeline_is_told_again(tmp_path, capsys):

@@ -103,6 +103,7 @@ async function generate() {
     else throw error;
     if (!times.head && !(error instanceof Refusal)) watchHealth();
   } finally {
+    if (isPutAway) watchHealth();           // it may be loaded now, and counts pipes then
     finish(message, times);
     showReading(null);
     running = null;

@@ -59,7 +59,7 @@ $("show-settings").addEventListener("click", openSettings);
 
 // ---- the server's health -----------------------------------------------------------------------------------
 
-let watching = false, countsExperts = false;
+let watching = false, countsExperts = false, isPutAway = false;      // isPutAway: the model is loaded when asked
 
 /** Says how the server is, until it is well. */
 async function watchHealth() {
@@ -70,8 +70,9 @@ async function watchHealth() {
       const health = await (await fetch("health")).json();
       watching = health.status !== "ok";
       isWrong = health.status === "error";
-      status = {ok: health.model, loading: "loading the model …", draining: "is shutting down",
-                error: health.error}[health.status];
+      isPutAway = health.state === "unloaded";
+      status = {ok: health.model + (isPutAway ? ", loaded when you ask" : ""), loading: "loading the model …",
+                draining: "is shutting down", error: health.error}[health.status];
       $("show-pipes").hidden = !health.counts_pipes;
       countsExperts = health.counts_experts;
       sees = health.sees;

@@ -20,7 +20,8 @@ function userTurn(message) {
     text.childElementCount && text, foot);
   function update() {
     node.classList.toggle("edited", message === edited);
-    foot.replaceChildren(...versionButtons(message), button("Edit", () => edit(message)));
+    foot.replaceChildren(...versionButtons(message),
+      el("span", {class: "actions"}, button("Edit", () => edit(message))));
   }
   return {node, message, update};
 }
@@ -48,9 +49,9 @@ function answerTurn(message) {
     error.replaceChildren(...message.error ? [el("div", {class: "error", role: "alert"}, message.error,
       isLast && el("button", {type: "button", click: regenerate}, "Try again"))] : []);
     foot.replaceChildren(el("span", {class: "figures"}, message.figures ?? ""), ...versionButtons(message),
-      ...message.content ? [copyButton(() => message.content)] : [],
-      ...message.content && !message.calls?.length ? [button("Edit", () => edit(message))] : [],
-      ...isLast && !message.error ? [button("Regenerate", regenerate)] : []);
+      el("span", {class: "actions"}, ...message.content ? [copyButton(() => message.content)] : [],
+        ...message.content && !message.calls?.length ? [button("Edit", () => edit(message))] : [],
+        ...isLast && !message.error ? [button("Regenerate", regenerate)] : []));
   }
   return {node, message, update};
 }
