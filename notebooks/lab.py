@@ -19,6 +19,7 @@ import linecache
 import re
 import sys
 import time
+from numbers import Real
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -130,17 +131,17 @@ class Prediction:
 
 
 def predict(what, guess, choices=()):
-    """Keeps what the reader has put in place of None until `reveal` shows it. ValueError: it is no number, or none of
-    the choices."""
-    fits = guess in choices if choices else isinstance(guess, (int, float)) and not isinstance(guess, bool)
+    """Keeps what the reader has put in place of None until `reveal` shows it. What is no number, or none of the choices,
+    is not taken, and the reader is asked again."""
+    wanted = f"one of {', '.join(map(repr, choices))}" if choices else "a number"
+    fits = guess in choices if choices else isinstance(guess, Real) and not isinstance(guess, bool)
     if guess is not None and not fits:
-        raise ValueError(f"{what}: one of {', '.join(map(repr, choices))}, please" if choices else
-                         f"{what}: a number, please, as 1.5e6 or 32 * 1024")
+        _box(ORANGE, f"<b>{html.escape(what)}?</b> {html.escape(wanted.capitalize())}, please; yours is "
+                     f"<code>{html.escape(repr(guess))}</code>.", f"{what}? {wanted.capitalize()}, please; yours is {guess!r}.")
     if guess is None:
-        wanted = f"one of {', '.join(map(repr, choices))}" if choices else "a number"
         _box(GREY, f"<b>{html.escape(what)}?</b> Your turn: put {html.escape(wanted)} in place of <code>None</code>, "
                    "run this cell, then go on.", f"{what}? Put {wanted} in place of None.")
-    return Prediction(what, guess, choices)
+    return Prediction(what, guess if fits else None, choices)
 
 
 def reveal(prediction, found, unit=""):

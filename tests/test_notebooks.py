@@ -114,7 +114,7 @@ def test_runs_as_kept(path):
     assert [printed(cell) for cell in attempts] == ["solved\n"] * len(attempts)
     said = [words for cell in fresh for words in told(cell) if "You said " in words]
     assert len(said) == sum(len(cell.metadata.fill) for cell in kept if has(cell, "prediction"))
-    assert [words for cell in fresh for words in told(cell) if "Put " in words or "no prediction" in words] == []
+    assert [words for cell in fresh for words in told(cell) if "Put " in words or "please" in words or "no prediction" in words] == []
     for before, now in zip(kept, [cell for cell in fresh if not has(cell, "attempt")], strict=True):
         assert [output.get("name") for output in now.outputs if output.get("name") == "stderr"] == [], printed(now)
         if not has(now, "varies"):
@@ -243,10 +243,16 @@ def test_predictions_are_judged_kindly(lab, said, found, verdict):
     assert lab.judge(said, found)[1].startswith(verdict)
 
 
-def test_predictions_that_are_none(lab):
+def test_predictions_that_are_none(lab, monkeypatch):
+    """They are not taken, and the reader is asked again."""
+    shown = []
+    monkeypatch.setattr(lab, "display", lambda data, raw: shown.append(data["text/plain"]))
     for guess, choices in (("many", ()), (True, ()), ("no", ["yes", "maybe"])):
-        with pytest.raises(ValueError, match="please"):
-            lab.predict("how many", guess, choices)
+        assert lab.predict("how many", guess, choices).guess is None
+    assert all("please; yours is" in words for words in shown) and len(shown) == 3
+    for guess, choices in ((3, ()), (np.float32(0.5), ()), (np.int64(4), ()), ("maybe", ["yes", "maybe"])):
+        assert lab.predict("how many", guess, choices).guess == guess
+    assert len(shown) == 3
 
 
 @cuda.jit
