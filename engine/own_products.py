@@ -76,7 +76,8 @@ def run(engine, question: str) -> Run:
         engine.clear_cache()
         ids = np.random.default_rng(seed).integers(0, engine.config.n_vocab, n_prompt).tolist()
         generation = engine.submit(Request(ids, max_tokens=ANSWER_TOKENS, ignore_eos=True, draft=0))
-        generation.wait()
+        for _ in generation:                # raises what the answer fails with
+            pass
         first, *_, last = generation.token_times
         prompts.append(n_prompt / (first - generation.started))
         answers.append((ANSWER_TOKENS - 1) / (last - first))

@@ -422,9 +422,13 @@ def test_no_client_makes_models_come_and_go_faster_than_the_rate(machine, monkey
     caplog.set_level(logging.INFO, "qengine.requests")
     one, over = machine("a", "b", room=1), time.monotonic() + 3.0
 
+    def goes_on():          # on a busy machine until the rate was met, too
+        few = attack != "crowd" and sum(row.n_loads for row in one.models.served) <= served.LOADS
+        return time.monotonic() < over + PATIENCE * few
+
     def ask(name):
         web, answers = one.app.test_client(), []
-        while time.monotonic() < over:
+        while goes_on():
             if attack == "unload":
                 web.post("/api/generate", json={"model": "a", "keep_alive": 0})
             answer = web.post(CHAT, json={"model": name, "messages": [HI]})
@@ -438,7 +442,7 @@ def test_no_client_makes_models_come_and_go_faster_than_the_rate(machine, monkey
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(PATIENCE)
+        thread.join(2 * PATIENCE)
     begun = [record.created for record in caplog.records if record.msg.startswith("loaded ")]
     assert all(late - early > 1.9 for early, late in zip(begun, begun[served.LOADS:]))
     assert (1 if attack == "crowd" else served.LOADS + 1) <= len(begun) <= 2 * served.LOADS + 1     # and the rate
