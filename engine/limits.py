@@ -13,6 +13,7 @@ DEFAULT_CTX = 4096          # tokens of a slot, unless the caller names a number
 DEFAULT_MODEL = Path(__file__).resolve().parents[1] / "models" / "qengine-10m-Q8_0.gguf"
 
 KEPT_CONTEXTS = 4           # contexts per slot that get pages, if memory suffices: the running one and earlier ones
+MOST_REPLICAS = 1000        # of a model on a cluster of Ray
 MOST_DRAFTS = CHECK_ROWS - 1            # of an answer in a check
 IMAGE_TOKENS = 64, 4096     # of a picture: fewest and most. The least is the published one; engine/images.py says more
 LONGEST_PERIOD = 64         # tokens of a repeated text; a longer one that comes again and again is not noticed
