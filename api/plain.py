@@ -112,7 +112,8 @@ def apply_template(service, body: dict):
 def health(service):
     """Whether the first model can answer, and why not. Of each card: its name, and its first and last layer. Of the
     models beside it: what they are, where, whether they are loaded, and why one has failed; the others go on. sees: how
-    many pixels of a picture the first model takes, and how many pictures of a request, if it takes any."""
+    many pixels of a picture the first model takes, and how many pictures of a request, if it takes any. replicas: of a
+    model on several machines."""
     lost = {"lost": [told_of(fault) for fault in service.lost]} if service.lost else {}
     if service.is_draining:
         return {"status": "draining"}, 503
@@ -131,6 +132,8 @@ def health_of(first: Served, *others: Served, lost: dict):
                 "counts_pipes": False, "counts_experts": False}
     if engine.reason is not None:
         return {"status": "error", **failure_of(engine), **beside}, 503
+    if engine.replicas:
+        beside["replicas"] = [replica_told(one) for one in engine.replicas]
     if sees(engine):
         limits = engine.eyes.limits
         beside["sees"] = {"pixels": limits.max_tokens * images.BLOCK**2, "pictures": limits.most_pictures}
@@ -142,7 +145,15 @@ def health_of(first: Served, *others: Served, lost: dict):
 def beside_first(served: Served) -> dict:
     engine = served.engine
     where = {"cards": []} if engine is None else {"cards": cards_of(engine), **failure_of(engine)}
+    if engine is not None and engine.replicas:
+        where["replicas"] = [replica_told(one) for one in engine.replicas]
     return {"model": served.name, "kind": served.kind, "state": served.state, **where}
+
+
+def replica_told(one) -> dict:
+    """A Replica of engine/replicas/table.py: where it runs, in which state, and how many requests are open there."""
+    return {"id": one.id, "node": one.node, "host": one.hostname, "state": one.state, "open": one.n_open,
+            "cards": list(one.facts.get("cards", ()))} | ({"error": one.reason} if one.reason else {})
 
 
 def cards_of(engine) -> list[dict]:

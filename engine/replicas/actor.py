@@ -124,8 +124,9 @@ class Feed:
     """What one front hears of its answers in a replica.
 
     Messages are (number, facts, stats, reason, marks, events), see wire.py. number: so many messages had events so far;
-    facts come with the first message of a feed, marks when they have changed. A thread gathers the events: engines tell
-    of them by an Event.
+    facts come with the first message of a feed, stats with those that end a job and every REPORT_SECONDS, marks when
+    they have changed. A thread gathers the events: engines tell of them by an Event. First tokens and ends are sent at
+    once; other tokens wait for GAP to pass since the last message.
     """
 
     def __init__(self, replica: Replica, loop: asyncio.AbstractEventLoop):
@@ -136,7 +137,10 @@ class Feed:
         self.wake = threading.Event()
         self.n_sent = self.n_listening = 0
         self.heard, self.closing, self.thread = time.monotonic(), False, None
-        self.has_told, self.told_marks = False, None
+        self.has_told, self.told_marks, self.reported = False, None, 0.0
+        # What was gathered for the next message: by job, the ends of calls, and whether somebody waits for it.
+        self.events, self.ended, self.is_urgent = {}, [], False
+        self.begun: set[int] = set()            # jobs of which a Delta or rows were gathered
 
     @property
     def is_unheard(self) -> bool:
@@ -160,15 +164,19 @@ class Feed:
         return over
 
     def _run(self):
+        sent = 0.0
         while not self.closing:
             self.wake.wait(REPORT_SECONDS)
             self.wake.clear()
-            message, ended = self._message()
+            self._gather()
+            if not self.is_urgent and (left := sent + GAP - time.monotonic()) > 0:
+                time.sleep(left)                # what comes meanwhile shares the message
+                self._gather()
+            sent = time.monotonic()
             try:
-                self.loop.call_soon_threadsafe(self._send, message, ended)
+                self.loop.call_soon_threadsafe(self._send, *self._message())
             except RuntimeError:                # the loop is closed: the replica ends
                 return
-            time.sleep(GAP)
 
     def _send(self, message: tuple, ended: list[asyncio.Event]):
         if self.n_listening or message[-1]:     # a report is for those who listen
@@ -176,22 +184,35 @@ class Feed:
         for over in ended:
             over.set()
 
-    def _message(self) -> tuple[tuple, list[asyncio.Event]]:
-        events, ended = [], []
+    def _gather(self):
+        """What has happened to the jobs since the last time, into self.events."""
         for id, (job, news, over) in list(self.jobs.items()):
             told, end = news()
-            if told or end is not None or job.n_read or id in self.untold:
+            if is_new := id in self.untold:
                 self.untold.discard(id)
-                events.append((id, job.n_read, job.n_cached, told, end))
+            if not (told or end is not None or job.n_read or is_new):
+                continue
+            before = self.events.get(id)
+            self.events[id] = id, job.n_read, job.n_cached, before[3] + told if before else told, end
             if end is not None:
                 del self.jobs[id]
-                ended.append(over)
+                self.ended.append(over)
+            if end is not None or told and id not in self.begun:
+                self.is_urgent = True
+            self.begun = self.begun & self.jobs.keys() | ({id} if told else set())
+
+    def _message(self) -> tuple[tuple, list[asyncio.Event]]:
         engine, facts = self.replica.engine, None if self.has_told else self.replica.facts
-        marks = engine.marks() if engine.kind == "text" and (ended or not events) else None
-        marks = None if marks == self.told_marks else marks
-        self.told_marks = self.told_marks if marks is None else marks
+        events, ended, now = list(self.events.values()), self.ended, time.monotonic()
+        stats = marks = None
+        if ended or facts or now >= self.reported + REPORT_SECONDS:
+            self.reported, stats = now, engine.stats()
+            marks = engine.marks() if engine.kind == "text" else None
+            marks = None if marks == self.told_marks else marks
+            self.told_marks = self.told_marks if marks is None else marks
         self.has_told, self.n_sent = True, self.n_sent + bool(events)
-        return (self.n_sent, facts, engine.stats(), engine.reason, marks, events), ended
+        self.events, self.ended, self.is_urgent = {}, [], False
+        return (self.n_sent, facts, stats, engine.reason, marks, events), ended
 
 
 def news_of(job, wake: threading.Event) -> Callable:

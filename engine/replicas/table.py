@@ -102,14 +102,14 @@ class Table:
                 if name not in GAUGES:
                     self.totals.update(flat(name, count))
 
-    def report(self, id: str, facts: dict | None, stats: dict, reason: str | None, kept):
-        """What a replica says of itself. kept: None where it has not changed."""
+    def report(self, id: str, facts: dict | None, stats: dict | None, reason: str | None, kept):
+        """What a replica says of itself; None where it says nothing new."""
         with self.lock:
             if (one := self.replicas.get(id)) is None:
                 return
             if facts is not None:
                 one.facts, one.node, one.hostname = facts, facts["node"], facts["hostname"]
-            one.stats, one.reason, one.is_silent = stats, reason, False
+            one.stats, one.reason, one.is_silent = stats or one.stats, reason, False
             if kept is not None:
                 one.kept = frozenset(kept[:MOST_MARKS])
 
