@@ -32,6 +32,7 @@ DRAIN_SECONDS = 600         # that a replica gets to finish its answers before i
 HEALTH_SECONDS = 5, 30      # between two looks of Ray Serve at a replica, and for its answer
 UP_SECONDS, DOWN_SECONDS = 5, 300       # of load above or below, before a replica is added or taken away
 STARTS = 3                  # that may fail before Ray Serve says that a replica cannot be started
+ANSWER_SECONDS = 60         # that a replica gets to answer once it is up
 POLL_SECONDS = 0.1
 ROOT = Path(__file__).resolve().parents[2]      # where a node finds qengine, unless it is installed there
 TOKEN = Path.home() / ".ray" / "auth_token"
@@ -126,13 +127,16 @@ def running(application: str) -> Wish | None:
 
 def link(wish: Wish, on_facts=lambda facts: None, meanwhile=lambda: None) -> tuple[Link, dict]:
     """Joins this process with the replicas, once one is up. Returns (Link, what that one says of itself). meanwhile():
-    is called again and again until then. Raises ModelError where none can be started."""
+    is called again and again until then. Raises ModelError where none can be started, RequestError where none answers."""
     found = Link(serve.get_app_handle(wish.application), wish.application, on_facts)
     asked = found.call("hello")
     try:
         while not asked.done():
             if (why := failure(wish.application)) is not None:
                 raise ModelError(why)
+            if time.monotonic() - found.alone_since > ANSWER_SECONDS and found.table.listed():
+                raise RequestError("ray", "the replicas are up, but their answers do not get here: RAY_AUTH_MODE and "
+                                          "the token must be the same on all nodes, and ports must be open")
             meanwhile()
             time.sleep(POLL_SECONDS)
         return found, asked.result()

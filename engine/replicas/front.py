@@ -111,6 +111,8 @@ class Link:
 
     def see(self, ids: list[str]):
         """Ray Serve has these replicas now."""
+        if not self.table.listed():
+            self.alone_since = time.monotonic()
         new, leaving = self.table.see(ids)
         if new or leaving:
             self._in_loop(lambda: self._changed(new, leaving))
@@ -211,9 +213,10 @@ class Link:
     def _part(self, id: str):
         """Stops listening to a replica that Ray Serve wants to end, once nothing of this front is open there."""
         one = self.table.replicas.get(id)
-        if one is not None and one.is_leaving and not any(job.replica == id for job in self.jobs.values()):
+        if one is not None and one.is_leaving and not any(job.replica == id for job in list(self.jobs.values())):
             self.table.forget(id)
-            if task := self.listeners.pop(id, None):
+            task = self.listeners.pop(id, None)
+            if task is not None and task is not asyncio.current_task(self.loop):
                 task.cancel()
 
     async def _listen(self, id: str):
@@ -231,7 +234,7 @@ class Link:
                 self.table.silence(id)
                 self._lose_all(id, error)
                 if one.is_leaving:
-                    self._part(id)
+                    return self._part(id)
                 await asyncio.sleep(AGAIN_SECONDS)
 
     def _lose_all(self, id: str, why):

@@ -23,7 +23,13 @@ class PrefixRouter(RequestRouter):
         if link := links.LINKS.get(self.application):
             link.see([one.replica_id.unique_id for one in replicas])
 
+    def on_replica_actor_died(self, replica_id):
+        super().on_replica_actor_died(replica_id)
+        self.update_replicas(list(self.curr_replicas.values()))
+
     async def choose_replicas(self, candidate_replicas, pending_request=None):
+        if pending_request is not None:         # or Ray Serve would ask again at once, for ever, if there is none
+            pending_request.routing_context.should_backoff = True
         known = {one.replica_id.unique_id: one for one in candidate_replicas}
         link, call = links.LINKS.get(self.application), pending_request and pending_request.metadata.call_method
         if link is None or call not in ("answer", "listen"):
