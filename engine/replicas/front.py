@@ -167,9 +167,15 @@ class Link:
             self._lose(job, id, error)
         else:
             if refused is not None and refused[0] == "stopped":
-                self._lose(job, id, refused[2])
+                self._stopped(job, id, refused[2])
             elif refused is not None:
                 self._settle(job, error_heard(refused))
+
+    def _stopped(self, job: RemoteJob, id: int, why: str):
+        """The engine of a job's replica has stopped. Ray Serve will replace it."""
+        if self.jobs.get(id) is job:
+            self.table.fail(job.replica, why)
+        self._lose(job, id, why)
 
     def _lose(self, job: RemoteJob, id: int, why):
         """A try has failed with its replica."""
@@ -271,7 +277,7 @@ class Link:
         if end[0] == WHOLE:
             self._settle(job, None, lambda: job.end(*end[1:]))
         elif end[0] == "stopped":
-            self._lose(job, id, end[2])
+            self._stopped(job, id, end[2])
         else:
             self._settle(job, error_heard(end))
 

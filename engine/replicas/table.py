@@ -48,7 +48,6 @@ class Replica:
     stats: dict = field(default_factory=dict)       # of the engine, as its last report has them
     reason: str | None = None                       # why its engine has stopped
     kept: frozenset[int] = frozenset()              # marks that it has reported
-    sent: Counter = field(default_factory=Counter)  # marks of prompts that are open there, or not in a report yet
     n_open: int = 0
     is_leaving: bool = False                        # Ray Serve sends it nothing more
     is_silent: bool = False                         # nothing has come from it for long
@@ -66,11 +65,6 @@ class Replica:
             return "leaving"
         return "failed" if self.reason else "up" if self.facts else "starting"
 
-    def n_spared(self, marks: Sequence[int]) -> int:
-        """How many tokens of a prompt with these marks need not be computed, as far as is known."""
-        return next((n * PAGE_TOKENS for n in range(len(marks), 0, -1)
-                     if marks[n - 1] in self.kept or marks[n - 1] in self.sent), 0)
-
 
 class Table:
     """The replicas of a model. Any thread may call this."""
@@ -78,6 +72,8 @@ class Table:
     def __init__(self):
         self.lock = threading.Lock()
         self.replicas: dict[str, Replica] = {}
+        # mark -> {id: how often it is kept there, or in a prompt that is open there}
+        self.holders: dict[int, Counter] = {}
         self.totals: Counter = Counter()        # counts of replicas that are gone; tuples are (name, index)
         self.n_turns = 0
 
@@ -98,6 +94,8 @@ class Table:
         """A replica is gone. What it has counted stays."""
         with self.lock:
             gone = self.replicas.pop(id, None)
+            for mark in [mark for mark, holders in self.holders.items() if id in holders]:
+                self._unhold(id, [mark], self.holders[mark][id])
             for name, count in (gone.stats if gone else {}).items():
                 if name not in GAUGES:
                     self.totals.update(flat(name, count))
@@ -111,7 +109,9 @@ class Table:
                 one.facts, one.node, one.hostname = facts, facts["node"], facts["hostname"]
             one.stats, one.reason, one.is_silent = stats or one.stats, reason, False
             if kept is not None:
-                one.kept = frozenset(kept[:MOST_MARKS])
+                before, one.kept = one.kept, frozenset(kept[:MOST_MARKS])
+                self._hold(id, one.kept - before)
+                self._unhold(id, before - one.kept)
 
     def silence(self, id: str):
         """Nothing has come from a replica for long."""
@@ -119,17 +119,38 @@ class Table:
             if id in self.replicas:
                 self.replicas[id].is_silent = True
 
+    def fail(self, id: str | None, reason: str):
+        """A replica has refused a request because its engine has stopped."""
+        with self.lock:
+            if id in self.replicas:
+                self.replicas[id].reason = reason
+
     def listed(self) -> list[Replica]:
         with self.lock:
             return sorted(self.replicas.values(), key=lambda one: (one.since, one.id))
 
+    def _hold(self, id: str, marks: Iterable[int]):
+        for mark in marks:
+            self.holders.setdefault(mark, Counter())[id] += 1
+
+    def _unhold(self, id: str, marks: Iterable[int], n: int = 1):
+        for mark in marks:
+            holders = self.holders.get(mark)
+            if holders is not None and id in holders:       # it may be gone, and forgotten
+                holders[id] -= n
+                if holders[id] <= 0:
+                    del holders[id]
+                if not holders:
+                    del self.holders[mark]
+
     # ---- where to -----------------------------------------------------------------------------------------
 
     def rank(self, marks: Sequence[int], ids: Iterable[str]) -> list[str]:
-        """These replicas, the best one for a prompt with these marks first."""
+        """Those of these replicas that work, the best one for a prompt with these marks first."""
         with self.lock:
             known = [self.replicas.get(id) or Replica(id) for id in ids]
-            able = [one for one in known if one.reason is None and not one.is_silent] or known
+            able = [one for one in known if one.reason is None and not one.is_silent]
+            spared = self._spared(marks)
             limit = math.ceil(SHARE * (sum(one.n_open for one in able) + 1) / max(len(able), 1))
             self.n_turns += 1
 
@@ -137,23 +158,35 @@ class Table:
                 one = able[at]
                 is_full = one.n_open >= max(one.n_slots, limit)
                 turn = (at + self.n_turns) % len(able)
-                return is_full, AWAY * one.n_open - one.n_spared(marks), one.n_open / one.n_slots, turn
+                return is_full, AWAY * one.n_open - spared.get(one.id, 0), one.n_open / one.n_slots, turn
 
             return [able[at].id for at in sorted(range(len(able)), key=worth)]
+
+    def n_spared(self, id: str, marks: Sequence[int]) -> int:
+        """How many tokens of a prompt with these marks a replica need not compute, as far as is known."""
+        with self.lock:
+            return self._spared(marks).get(id, 0)
+
+    def _spared(self, marks: Sequence[int]) -> dict[str, int]:
+        found = {}
+        for n, mark in enumerate(marks, start=1):
+            for id in self.holders.get(mark, ()):
+                found[id] = n * PAGE_TOKENS
+        return found
 
     def take(self, id: str, marks: Sequence[int]):
         """A request with this prompt is sent to a replica."""
         with self.lock:
             if one := self.replicas.get(id):
                 one.n_open += 1
-                one.sent.update(marks)
+                self._hold(id, marks)
 
     def give_back(self, id: str, marks: Sequence[int]):
         """It has ended there."""
         with self.lock:
             if one := self.replicas.get(id):
                 one.n_open -= 1
-                one.sent -= Counter(marks)      # what was 0 or less is not kept
+                self._unhold(id, marks)
 
     # ---- what they count ------------------------------------------------------------------------------------
 
