@@ -116,9 +116,7 @@ def keep(wish: Wish, note=lambda text: None) -> bool:
 
 def running(application: str) -> Wish | None:
     """What the application was deployed with, as a replica of it says; None where none is up."""
-    status = serve.status().applications.get(application)
-    if status is None or not any("RUNNING" in map(str, one.replica_states) and one.replica_states
-                                 for one in status.deployments.values()):
+    if not states(application).get("RUNNING"):
         return None
     with contextlib.suppress(Exception):        # it goes just now: then it is deployed anew
         return serve.get_app_handle(application).hello.remote().result(timeout_s=HEALTH_SECONDS[1])["wish"]
