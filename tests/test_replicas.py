@@ -353,10 +353,10 @@ def test_a_rolling_change_loses_nothing(two_nodes):
 def test_replicas_come_and_go_with_the_load(two_nodes, monkeypatch):
     monkeypatch.setattr(cluster, "UP_SECONDS", 0.5)
     monkeypatch.setattr(cluster, "DOWN_SECONDS", 1)
-    with replicated(("paced", {"script": LONG * 4, "pace": PACE, "n_slots": 1}), n=1, most=3) as engine:
-        jobs = begun(engine, 6)
-        wait_until(lambda: sum(one.state == "up" for one in engine.replicas) == 3, 60)
-        assert [text_of(job) for job in jobs] == [alone(LONG * 4)] * 6      # none was lost to one that goes
+    with replicated(("paced", {"script": LONG * 4, "pace": PACE, "n_slots": 1}), n=1, most=2) as engine:
+        jobs = begun(engine, 4)
+        wait_until(lambda: sum(one.state == "up" for one in engine.replicas) == 2, 60)
+        assert [text_of(job) for job in jobs] == [alone(LONG * 4)] * 4      # none was lost to one that goes
         wait_until(lambda: sum(one.state == "up" for one in engine.replicas) == 1, 90)
 
 
