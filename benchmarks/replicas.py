@@ -227,9 +227,9 @@ def two_nodes(options) -> dict:
     model, found = Facts.of(Waiting()), {}
     with nodes(2):
         for n in 1, 2:
-            with replicas("waiting", n, model, pace=0.02, n_slots=4) as engine, serving(app(engine), "127.0.0.1", 0) as port:
-                speed(port, 16, 20)
-                found[n] = speed(port, 16, 100, 2)
+            with replicas("waiting", n, model, pace=0.1, n_slots=4) as engine, serving(app(engine), "127.0.0.1", 0) as port:
+                speed(port, 16, 5)
+                found[n] = speed(port, 16, 50)
     return {"tokens/s": {f"{n} replicas": round(each) for n, each in found.items()},
             "times": round(found[2] / found[1], 2)}
 

@@ -14,6 +14,8 @@ from kernels.workers import usable_processors
 from .models import Wanted, freeze, open_models
 from .named import is_several
 
+LONG = 60                   # seconds after which a start that still waits says so
+
 
 def load_replicas(options) -> Models:
     """The models of a server, each once one of its replicas is up. Raises ModelError, RequestError."""
@@ -58,7 +60,7 @@ def replicated(wanted: Wanted, options):
         qengine.note(f"a replica of {wanted.model.name} is up on {facts['hostname']} ({facts['node']}) after "
                      f"{time.monotonic() - began:.1f} s: {', '.join(facts['cards'])}")
 
-    link, facts = cluster.link(wish, tell, Fetching(offers).tell)
+    link, facts = cluster.link(wish, tell, Waiting(wish, offers).tell)
     return front.engine_of(link, wanted.facts, facts)
 
 
@@ -69,11 +71,11 @@ def files_of(wanted: Wanted) -> list[str]:
     return found + ([eyes] if eyes not in (None, "none", "synthetic") else [])
 
 
-class Fetching:
-    """Tells of nodes that fetch files, every tenth of a file."""
+class Waiting:
+    """Tells, until a replica is up, of nodes that fetch files, every tenth of a file, and once where it takes long."""
 
-    def __init__(self, offers: list):
-        self.offers, self.told = offers, {}
+    def __init__(self, wish, offers: list):
+        self.wish, self.offers, self.told, self.began = wish, offers, {}, time.monotonic()
 
     def tell(self):
         from engine.replicas import files
@@ -81,6 +83,10 @@ class Fetching:
             if (tenth := int(share * 10)) != self.told.get((node, path)):
                 self.told[node, path] = tenth
                 qengine.note(f"{node} fetches {path}: {share:.0%}")
+        if not self.told and time.monotonic() - self.began > LONG:
+            self.told[None] = True
+            qengine.note(f"no replica is up after {LONG} s: it still loads, or no node has {self.wish.n_gpus} GPUs and "
+                         f"{self.wish.n_cpus} CPUs of Ray's to spare (`ray status` says what there is)")
 
 
 def card_of(card: str | None, n_there: float) -> tuple[str, int]:

@@ -35,7 +35,7 @@ PACE = 0.02
 
 @pytest.fixture(scope="module")
 def two_nodes():
-    with nodes(3, 3) as found:
+    with nodes(16, 16) as found:            # not real ones: they only say who is placed where
         yield found
 
 
@@ -304,10 +304,10 @@ def test_an_engine_that_stops_is_replaced(two_nodes):
 def test_a_node_that_dies(two_nodes):
     """Its raylet is killed, and all that runs there with it."""
     ray_cluster, (_, second) = two_nodes
-    with replicated(("paced", {"script": LONG, "pace": PACE}), n=2, n_cpus=1.5) as engine:      # one on each node
+    with replicated(("paced", {"script": LONG, "pace": PACE}), n=2, n_cpus=9) as engine:        # one on each node
         jobs = begun(engine, 4)
         ray_cluster.remove_node(second, allow_graceful=False)
-        two_nodes[1][1] = ray_cluster.add_node(num_cpus=3, object_store_memory=100 << 20)
+        two_nodes[1][1] = ray_cluster.add_node(num_cpus=16, object_store_memory=100 << 20)
         assert [text_of(job) for job in jobs] == [alone()] * 4
         assert {job.n_tries for job in jobs} == {1, 2}
         until_up(engine, 2)
@@ -317,6 +317,7 @@ def test_a_node_that_dies(two_nodes):
 
 
 def test_a_front_that_starts_again_finds_the_replicas(paced):
+    until_up(paced, 2)
     wish = paced.one["wish"]
     before = {one.id for one in paced.replicas}
     paced.link.close()

@@ -164,6 +164,8 @@ class Link:
                 response.cancel()
             raise
         except Exception as error:              # Ray's, of many kinds: the replica died, or cannot be reached
+            if self.jobs.get(id) is job and job.replica is not None:
+                self.table.silence(job.replica)         # until it reports again
             self._lose(job, id, error)
         else:
             if refused is not None and refused[0] == "stopped":
