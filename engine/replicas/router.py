@@ -32,6 +32,8 @@ class PrefixRouter(RequestRouter):
             pending_request.routing_context.should_backoff = True
         known = {one.replica_id.unique_id: one for one in candidate_replicas}
         link, call = links.LINKS.get(self.application), pending_request and pending_request.metadata.call_method
+        if link is not None and not link.table.replicas:        # a Link that is newer than this router
+            link.see(list(known))
         if link is None or call not in ("answer", "listen"):
             return [random.sample(candidate_replicas, min(len(known), 2))]
         first, _, *_ = pending_request.args
