@@ -2183,6 +2183,10 @@ class Engine(TextOnly, TextEngine):
         """Token ids of a prompt. Raises RequestError, see `encode_prompt`."""
         return encode_prompt(self.tokenizer, text, self.n_ctx)
 
+    def marks(self) -> list[int]:
+        """Which beginnings of later prompts need not be computed again (engine/prefix.py)."""
+        return self.scheduler.cache.marks()
+
     generate = talk.generate                        # the text that follows a text
     chat, stream = talk.chat, talk.stream           # the answer to a conversation, which may hold pictures
     look, evaluate, logit_rows = look.look, look.evaluate, look.logit_rows      # attention, hidden states, logits

@@ -4,6 +4,7 @@ made for vLLM need to change nothing else.
 As in vLLM, every series has the label model_name. The series about checkpoints have no counterpart in vLLM, nor have
 drafts_checked and drafts_accepted, by the position of a draft in its check, from 1 on, nor those about experts, which
 only a model has whose experts do not all lie on the cards.
+Of a model on several machines, the series qengine:replica_... say the same of each replica.
 The engine's counts are read when somebody asks; the times of a request are taken when it has ended.
 """
 
@@ -82,6 +83,8 @@ class Metrics:
         yield from self.loads()
         with self.service.models.held() as engines:
             counted = [(engine.name, counts_of(engine)) for engine in engines]
+            replicas = [(engine.name, one) for engine in engines for one in engine.replicas]
+        yield from by_replica(replicas)
         usage = "kv_cache_usage_perc", "Share of the KV pages that running requests hold, 1 is all", "kv_used"
         for family, metrics in (GaugeMetricFamily, [*GAUGES, usage]), (CounterMetricFamily, COUNTERS):
             for name, meaning, count in metrics:
@@ -122,6 +125,24 @@ class Metrics:
             for before, after in zip(times, times[1:]):
                 next_token.observe(after - before)
             self.whole.labels(name).observe(exchange.ended - generation.started)
+
+
+def by_replica(replicas: list):
+    """The counts above of each replica of a model. replicas: (model, a Replica of engine/replicas/table.py)."""
+    labels = ["model_name", "replica", "node"]
+    for family, metrics in (GaugeMetricFamily, GAUGES), (CounterMetricFamily, COUNTERS):
+        for name, meaning, count in metrics:
+            metric = family(f"qengine:replica_{name}", f"{meaning}, by replica", labels=labels)
+            for model, one in replicas:
+                if count in one.stats:
+                    metric.add_metric([model, one.id, one.node], one.stats[count])
+            if metric.samples:
+                yield metric
+    state = GaugeMetricFamily("qengine:replica_up", "Whether the replica takes requests: 1, or 0", labels=labels)
+    for model, one in replicas:
+        state.add_metric([model, one.id, one.node], one.state == "up")
+    if state.samples:
+        yield state
 
 
 def counts_of(engine) -> dict:

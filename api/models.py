@@ -3,7 +3,7 @@
 from werkzeug.exceptions import ServiceUnavailable
 
 from engine.limits import SAMPLING
-from engine.request import Generation, Request
+from engine.request import Answer, Request
 from engine.served import Facts, Served
 
 from .endpoint import Endpoint
@@ -82,7 +82,7 @@ def n_slots(engine) -> int:
 
 def is_open(generation) -> bool:
     """Whether more tokens may come."""
-    is_text = isinstance(generation, Generation)
+    is_text = isinstance(generation, Answer)
     return is_text and generation.finish_reason is None and generation.error is None and not generation.cancelled
 
 

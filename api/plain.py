@@ -112,8 +112,9 @@ def apply_template(service, body: dict):
 def health(service):
     """Whether the first model can answer, and why not. Of each card: its name, and its first and last layer. Of the
     models beside it: what they are, where, whether they are loaded, and why one has failed; the others go on. sees: how
-    many pixels of a picture the first model takes, and how many pictures of a request, if it takes any. A first model
-    that is not loaded has no cards, and `refused` where its last load has just failed: why."""
+    many pixels of a picture the first model takes, and how many pictures of a request, if it takes any. replicas: of a
+    model on several machines. A first model that is not loaded has no cards, and `refused` where its last load has just
+    failed: why."""
     lost = {"lost": [told_of(fault) for fault in service.lost]} if service.lost else {}
     if service.is_draining:
         return {"status": "draining"}, 503
@@ -139,11 +140,19 @@ def described(served: Served) -> dict:
     """What a model is, whether it is loaded, and where, or why it could not be loaded a moment ago."""
     engine = served.engine
     where = {"cards": [], **refusal_of(served)} if engine is None else {"cards": cards_of(engine), **failure_of(engine)}
+    if engine is not None and engine.replicas:
+        where["replicas"] = [replica_told(one) for one in engine.replicas]
     return {"model": served.name, "kind": served.kind, "state": served.state, **where}
 
 
 def refusal_of(served: Served) -> dict:
     return {"refused": served.refusal} if served.refused_until > time.monotonic() else {}
+
+
+def replica_told(one) -> dict:
+    """A Replica of engine/replicas/table.py: where it runs, in which state, and how many requests are open there."""
+    return {"id": one.id, "node": one.node, "host": one.hostname, "state": one.state, "open": one.n_open,
+            "cards": list(one.facts.get("cards", ()))} | ({"error": one.reason} if one.reason else {})
 
 
 def cards_of(engine) -> list[dict]:

@@ -7,6 +7,7 @@
     ending.py       exit codes, and sentences in place of tracebacks, for benchmarks/, too
     engines.py      what the options ask of the engines, and the files that they name
     models.py       the models of a server or a plan, where there may be several
+    replicas.py     the models of a server on a cluster of Ray
     interrupts.py   Ctrl-C
     chat.py         one answer, or a conversation, on the terminal
     terminal.py     line editing and its history, wrapped words, thoughts that look like ones

@@ -18,7 +18,7 @@ from engine.limits import SAMPLING
 
 # What a model may say for itself, as the command line says it for all of them.
 OF_A_MODEL = {"card", "ctx", "slots", "kv", "kv-tokens", "checkpoint-memory", "checkpoint-host-memory", "split",
-              "draft", "expert-memory", "products", "sparse", "mmproj", "image-tokens", "thinking",
+              "draft", "expert-memory", "products", "sparse", "mmproj", "image-tokens", "replicas", "thinking",
               "chat-template-kwargs", "repetition-guard", *(name.replace("_", "-") for name in SAMPLING)}
 NEVER = "never"
 
@@ -95,6 +95,8 @@ def check_models(parser, options):
             if name in taken:
                 parser.error(f"-m: two models have the name {name}")
             taken.add(name)
+        if options.ray and each.idle is not None:
+            parser.error(f"-m {each.name}: idle is not for --ray, where replicas come and go by load: replicas=N,MAX")
     options.each = [own_options(parser, options, one) for one in options.models]
 
 

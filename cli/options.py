@@ -22,6 +22,7 @@ examples:
   python qengine.py -m model.gguf --serve                           OpenAI-compatible server on port 8080
   python qengine.py -m m.gguf --serve --embedding-model e.gguf      the same, with /v1/embeddings
   python qengine.py -m a=a.gguf -m b=b.gguf,idle=10m --serve        two models, one loaded when asked for
+  python qengine.py -m m.gguf --serve --ray auto --replicas 3       three replicas on a cluster of Ray
   python qengine.py -m model.gguf --perplexity text.txt             how well the model predicts a text
   python qengine.py --probe                                         what this card's pipes and memory can do
   python qengine.py -m model.gguf --bench                           how fast the model runs on it
@@ -40,6 +41,7 @@ TASKS = "prompt", "chat", "serve", "perplexity", "bench", "probe", "plan", "prin
 
 # Options that do nothing unless one of the options beside them is there, too.
 GOES_WITH = {"raw": ["prompt"], "slots": ["serve", "plan", "print_config"], "kv_tokens": ["serve", "plan"],
+             "ray": ["serve"], "replicas": ["ray"],
              **dict.fromkeys(["host", "api_key", "api_key_file", "cors", "allow_image_urls", "log_prompts", "go_on",
                              "tls_cert", "tls_key", "drain"], ["serve"]),
              **dict.fromkeys(["checkpoint_memory", "checkpoint_host_memory"], ["serve", "chat", "plan"]),
@@ -146,6 +148,15 @@ def image_tokens(text: str) -> tuple[int, int]:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
+def replicas(text: str) -> tuple[int, int]:
+    """An argparse type: "3", or "1,4" for one to four by load."""
+    numbers = whole_numbers(text)
+    if len(numbers) > 2 or numbers[-1] < numbers[0] or numbers[-1] > limits.MOST_REPLICAS:
+        raise argparse.ArgumentTypeError(f"must be one number or the fewest and the most, up to {limits.MOST_REPLICAS}, "
+                                         f"not {text!r}")
+    return numbers[0], numbers[-1]
+
+
 def listed(numbers) -> str:
     return ",".join(map(str, numbers))
 
@@ -167,7 +178,8 @@ def build_parser() -> Parser:
                              "chat=a.gguf,ctx=16384,aliases=gpt-4o,idle=10m. One with idle=TIME or idle=never is "
                              "loaded at its first request, and put away after so long without one, or to make room "
                              "for another")
-    for add in add_tasks, add_answer, add_pictures, add_comparison, add_bench, add_server, add_side_models, add_machine:
+    for add in (add_tasks, add_answer, add_pictures, add_comparison, add_bench, add_server, add_replicas,
+                add_side_models, add_machine):
         add(parser)
     return parser
 
@@ -293,6 +305,16 @@ def add_server(parser: Parser):
                         help="when a card fails, load the model anew onto the others if it fits there, and serve on")
 
 
+def add_replicas(parser: Parser):
+    several = parser.add_argument_group("replicas on several machines, with --serve (needs requirements-ray.txt)")
+    several.add_argument("--ray", metavar="ADDRESS",
+                         help="run the models as replicas that Ray places on the nodes of its cluster at this address "
+                              "(HOST:6379, auto), or local: a cluster of this machine alone")
+    several.add_argument("--replicas", metavar="N[,MAX]", type=replicas, default=(1, 1),
+                         help="how many of each model, or from N to MAX as the load asks for (default: 1); -m may say "
+                              "it for each: chat=a.gguf,replicas=1,4")
+
+
 def add_side_models(parser: Parser):
     side = parser.add_argument_group("models beside the main one, with --serve or --plan")
     for kind, paths in ("embedding", "/v1/embeddings"), ("reranking", "/v1/rerank"):
@@ -387,6 +409,10 @@ def check_options(parser: Parser, options):
     for name in "system", "thinking", "thinking_budget", "chat_template_kwargs", "image":
         if options.raw and name in names:
             parser.error(f"{option_name(name)} is for chat templates, and --raw uses none")
+    for name in ("go_on", "trace", "embedding_model", "reranking_model"):
+        if options.ray and getattr(options, name):
+            parser.error(f"{option_name(name)} is not for --ray, which has each model on replicas: -m NAME=FILE names "
+                         "further ones" if name.endswith("model") else f"{option_name(name)} is not for --ray")
     if bool(options.tls_cert) != bool(options.tls_key):
         parser.error("--tls-cert and --tls-key go together")
     if not all(each.source for each in options.models):

@@ -53,7 +53,7 @@ def run_server(options) -> int:
         for path in filter(None, [tls and options.tls_key, options.api_key_file]):
             if not is_secret(path):
                 qengine.note(f"warning: other users of this machine can read {path}")
-        service.models = models = load_models(open_models(options), free)   # from now on the service answers
+        service.models = models = load_all(options)     # from now on the service answers
         for one in models.served:
             if "thinking_budget" in one.defaults.sampling and "</think>" not in one.facts.tokenizer.tags:
                 qengine.note(f"warning: --thinking-budget has no effect on {one.name}, which has no </think> as one "
@@ -65,7 +65,7 @@ def run_server(options) -> int:
                          "and /v1 for programs; Ctrl-C stops)")
             for one in models.served[1:]:
                 qengine.note(f"beside it: {one.name}, {one.kind}" + ", loaded when asked for" * bool(one.load))
-            if is_several(options):
+            if is_several(options) or options.ray:
                 watch(models)
             work(service, options)
         except SystemExit:
@@ -90,9 +90,19 @@ def work(service: Service, options):
         time.sleep(3600)
 
 
+def load_all(options) -> Models:
+    """The models of the server, in this process or as replicas. Raises ModelError, RequestError, CardError."""
+    if not options.ray:
+        return load_models(open_models(options), free)
+    from .replicas import load_replicas     # here: what it imports may not be installed
+    models = load_replicas(options)
+    endable()                               # Ray takes the signals for itself
+    return models
+
+
 def slots_of(options) -> int:
-    """How many answers all models together generate at the same time."""
-    return sum(own.slots for own in options.each) if is_several(options) else options.slots
+    """How many answers all models together generate at the same time, at most."""
+    return sum(own.slots * max(own.replicas) for own in (options.each if is_several(options) else [options]))
 
 
 def watch(models: Models):

@@ -36,4 +36,5 @@
     pipes.py            what the pipes of an emulated card do in a decode step
     text_engine.py      what an engine offers a server
     served.py           the models of a server: which one a request means, which are loaded, which make room
+    replicas/           a model's engines on several machines, which a server sees as one
 """

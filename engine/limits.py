@@ -15,6 +15,7 @@ DEFAULT_MODEL = Path(__file__).resolve().parents[1] / "models" / "qengine-10m-Q8
 SPARSE = "off", "ask", "on"             # whether prompts leave out keys: never, where a request asks, unless it refuses
 
 KEPT_CONTEXTS = 4           # contexts per slot that get pages, if memory suffices: the running one and earlier ones
+MOST_REPLICAS = 1000        # of a model on a cluster of Ray
 MOST_DRAFTS = CHECK_ROWS - 1            # of an answer in a check
 IMAGE_TOKENS = 64, 4096     # of a picture: fewest and most. The least is the published one; engine/images.py says more
 LONGEST_PERIOD = 64         # tokens of a repeated text; a longer one that comes again and again is not noticed

@@ -197,6 +197,7 @@ class PoolingEngine(ABC):
     layers: Sequence[range]             # the layers of each card
     reason: str | None                  # why the engine has stopped, a sentence; None while it works
     fault: Fault | None                 # what stopped it: card, text and time; None while it works
+    replicas: Sequence = ()             # where it runs, if not in this process alone: of engine/replicas/table.py
 
     @abstractmethod
     def submit(self, request: TextsRequest) -> TextsJob:

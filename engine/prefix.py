@@ -28,6 +28,20 @@ def whole_pages(n_tokens: int) -> int:
     return n_tokens // PAGE_TOKENS * PAGE_TOKENS
 
 
+def mark_after(mark: int, page) -> int:
+    """What stands for a beginning of a sequence that is one page longer than the one that `mark` stands for; the empty
+    one has the mark 0. It is the same in every process, and two beginnings have the same one by accident only."""
+    return hash((mark, *page))
+
+
+def marks_of(keys: list[int]) -> list[int]:
+    """The marks of the beginnings of a sequence, of one page, of two, ... keys: its tokens, see engine/sight.py."""
+    found = [0]
+    for start in range(0, whole_pages(len(keys)), PAGE_TOKENS):
+        found.append(mark_after(found[-1], keys[start:start + PAGE_TOKENS]))
+    return found[1:]
+
+
 @dataclass(eq=False)
 class Node:
     """A page of the prefix tree: 64 tokens that follow those of its parent, and what is kept of them."""
@@ -38,6 +52,7 @@ class Node:
     page: int
     depth: int = 0                  # pages from the root to the end of this one
     n_decoded: int = 0              # decoded tokens from the root to the end of this page
+    mark: int = 0                   # of the tokens from the root to its end, see `mark_after`
     children: dict = dataclasses.field(default_factory=dict)    # tokens -> n_prompt -> Node
     n_users: int = 0                # running sequences whose tokens begin with the node's path
     number: int | None = None       # the number of its checkpoint, if the card has it
@@ -141,6 +156,10 @@ class PrefixCache:
         self.n_idle = 0                     # nodes that no running sequence uses
         self.n_spilled = self.n_fetched = self.n_dropped = 0
 
+    def marks(self) -> list[int]:
+        """The marks of what later prompts may go on after, for any thread; another one may change that meanwhile."""
+        return [node.mark for node in self.on_card + self.in_host]
+
     # ---- pages ----
 
     @property
@@ -205,7 +224,7 @@ class PrefixCache:
             self.free_pages.append(page)
         else:
             alike[n_prompt] = Node(node, tokens, n_prompt, page, node.depth + 1,
-                                   node.n_decoded + PAGE_TOKENS - n_prompt)
+                                   node.n_decoded + PAGE_TOKENS - n_prompt, mark_after(node.mark, tokens))
             self.n_idle += 1
         self._use(alike[n_prompt])
         return alike[n_prompt]

@@ -301,27 +301,19 @@ class Job:
         return self._done.wait(seconds)
 
 
-class Generation(Job):
-    """A request for text on its way through the engine. Iterating over it gives its Deltas."""
+class Answer(Job):
+    """A request for text on its way, as those see it who read the answer. Iterating over it gives its Deltas."""
 
-    def __init__(self, request: Request, tokenizer, constraint=None, pictures=None):
-        """pictures: the PromptPictures of engine/sight.py, or None."""
+    def __init__(self, request: Request):
         super().__init__(request, len(request.prompt_ids))
-        self.constraint, self.pictures, self.n_generated = constraint, pictures, 0
+        self.n_generated = 0
         self.n_cached = 0           # tokens of the prompt that were not computed, because they were cached
         self.n_read = 0             # tokens of the prompt so far that were cached, or whose passes are queued
         self.drafts = Drafts()      # how many were checked and accepted
         self.is_sparse = False      # whether its prompt leaves out keys
         self.keys_read = self.keys_seen = 0     # once such a prompt is read: pages of keys, over layers and KV heads
         self.cause: str | None = None           # of the last Delta
-        self.prompt_logprobs: PromptLogprobs | None = None  # set before the first token
         self.token_times: list[float] = []      # when the engine gave each token; a reader may get several at once
-        self._decoder, self._scanner = tokenizer.stream_decoder(request.special), StopScanner(request.stop)
-        self._ends = {*request.stop_token_ids, *tokenizer.eos_ids}     # tokens that are not part of the text they end
-        is_guarded = request.repetition_guard and not request.ignore_eos
-        self._guard = RepetitionGuard(tokenizer, request.prompt_ids) if is_guarded else None
-        self._scans = request.stop_after is None or request.stop_pause is not None
-        self._at_start = not self._scans    # true while line breaks before the scanned text are skipped
         self._deltas = queue.SimpleQueue()
         self.wake = threading.Event()           # set whenever `take` has something to give
 
@@ -345,6 +337,28 @@ class Generation(Job):
     def _put(self, said: Delta | Exception | None):
         self._deltas.put(said)
         self.wake.set()
+
+    def close(self, error: Exception | None = None):
+        """No more Deltas come; `error` is raised where the Deltas are read."""
+        self.error = error
+        self._put(error)
+        self._done.set()
+
+
+class Generation(Answer):
+    """An Answer as the engine makes it, token by token."""
+
+    def __init__(self, request: Request, tokenizer, constraint=None, pictures=None):
+        """pictures: the PromptPictures of engine/sight.py, or None."""
+        super().__init__(request)
+        self.constraint, self.pictures = constraint, pictures
+        self.prompt_logprobs: PromptLogprobs | None = None  # set before the first token
+        self._decoder, self._scanner = tokenizer.stream_decoder(request.special), StopScanner(request.stop)
+        self._ends = {*request.stop_token_ids, *tokenizer.eos_ids}     # tokens that are not part of the text they end
+        is_guarded = request.repetition_guard and not request.ignore_eos
+        self._guard = RepetitionGuard(tokenizer, request.prompt_ids) if is_guarded else None
+        self._scans = request.stop_after is None or request.stop_pause is not None
+        self._at_start = not self._scans    # true while line breaks before the scanned text are skipped
 
     def push(self, token: int, finish_reason: str | None, logprob: float | None = None, top_logprobs=()) -> str | None:
         """Take the next token from the scheduler. Returns the finish reason, which may be that of a stop string or of
@@ -377,12 +391,6 @@ class Generation(Job):
         self._at_start = self._at_start and not text
         return piece[:len(piece) - len(text)] + self._scanner.push(text)
 
-    def close(self, error: Exception | None = None):
-        """No more Deltas come; `error` is raised where the Deltas are read."""
-        self.error = error
-        self._put(error)
-        self._done.set()
-
 
 def read_of(jobs: list[Job]) -> tuple[int, int]:
     """How much of the prompts of some jobs is read, in tokens, and how long these prompts are."""
@@ -396,7 +404,7 @@ def share_read(generations: list) -> float | None:
     return sum(g.keys_read for g in sparse) / sum(g.keys_seen for g in sparse) if sparse else None
 
 
-def deltas_of(generations: list[Generation], patience: float | None = None):
+def deltas_of(generations: list[Answer], patience: float | None = None):
     """The Deltas of generations as they come, each as (index, Delta), and None whenever nothing has come for `patience`
     seconds. Raises what the first of the failed generations failed with."""
     wake, reading = generations[0].wake, dict(enumerate(generations))

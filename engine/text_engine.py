@@ -6,7 +6,7 @@ from typing import Protocol
 
 from engine.details import ModelDetails
 from engine.images import Reader
-from engine.request import Fault, Generation, Request, RequestError
+from engine.request import Answer, Fault, Request, RequestError
 from engine.template import ChatTemplate
 from engine.tokenizer import Tokenizer
 
@@ -30,6 +30,11 @@ class TextOnly:
 
     kind = "text"
     eyes = None
+    replicas = ()
+
+    def marks(self) -> list[int]:
+        """Nothing is kept."""
+        return []
 
     def embed(self, *_, **__):
         """Raises RequestError."""
@@ -57,13 +62,14 @@ class TextEngine(Protocol):
     fault: Fault | None                 # what stopped it: card, text and time; None while it works
     counts_pipes: bool                  # whether `count_pipes` works
     eyes: Reader | None                 # reads pictures, `pad` is their token; None: the model reads text alone
+    replicas: Sequence                  # where it runs, if not in this process alone: of engine/replicas/table.py
 
     @abstractmethod
     def encode(self, text: str) -> list[int]:
         """Token ids of a prompt. Raises RequestError if its letters alone cannot fit into the context."""
 
     @abstractmethod
-    def submit(self, request: Request) -> Generation:
+    def submit(self, request: Request) -> Answer:
         """Start a request; return at once. Raises RequestError or EngineStopped."""
 
     @abstractmethod
@@ -78,3 +84,8 @@ class TextEngine(Protocol):
     def count_pipes(self) -> dict | None:
         """The work of a decode step by execution pipe, on an emulated card, as `engine.pipes.PipeMeter.count` has it;
         None before the first step that was counted."""
+
+    @abstractmethod
+    def marks(self) -> list[int]:
+        """What stands for the beginnings of prompts after which later ones go on here without computing them again
+        (engine/prefix.py's `marks_of`)."""

@@ -1,0 +1,116 @@
+"""The models of a server on Ray: what the options ask of a cluster, and how a replica makes its engine there."""
+
+import contextlib
+import dataclasses
+import re
+import time
+
+import qengine
+from engine.request import RequestError
+from engine.served import Models, Served
+
+from kernels.workers import usable_processors
+
+from .models import Wanted, freeze, open_models
+from .named import is_several
+
+LONG = 60                   # seconds after which a start that still waits says so
+
+
+def load_replicas(options) -> Models:
+    """The models of a server, each once one of its replicas is up. Raises ModelError, RequestError."""
+    try:
+        from engine.replicas import cluster
+    except ImportError as error:
+        raise RequestError("ray", "--ray needs Ray, which is not installed: pip install -r requirements-ray.txt "
+                                  f"({error})") from None
+    wanted = open_models(options)
+    each = options.each if is_several(options) else [options]
+    cluster.join(options.ray, cpus_for(each))
+    served = []
+    with contextlib.ExitStack() as stack:
+        for one, own in zip(wanted, each, strict=True):
+            engine = replicated(one, own)
+            stack.callback(engine.close)
+            served.append(Served(engine, one.aliases, one.defaults))
+        stack.pop_all()
+    return Models(served)
+
+
+def cpus_for(each: list) -> int:
+    """That a cluster of this machine alone needs, with a CPU for each replica: these say who is placed where, and
+    nothing is kept from using them all."""
+    return max(usable_processors(), sum(max(own.replicas) for own in each))
+
+
+def replicated(wanted: Wanted, options):
+    """The engine whose replicas are those of a model."""
+    from engine.replicas import cluster, files, front
+    card, n_gpus = card_of(options.card, cluster.n_gpus())
+    offers = files.offered(files_of(wanted))
+    arguments = {"source": str(wanted.model.source), "name": wanted.model.name, "kv": options.kv, "card": card,
+                 "arguments": wanted.arguments, "offers": offers}
+    wish = cluster.Wish(f"qengine-{options.argument.name if is_several(options) else 'model'}",
+                        cluster.Recipe("cli.replicas:make_engine", arguments), *options.replicas, n_gpus=n_gpus,
+                        n_slots=options.slots)
+    cluster.keep(wish, qengine.note)
+    began = time.monotonic()
+
+    def tell(facts):
+        qengine.note(f"a replica of {wanted.model.name} is up on {facts['hostname']} ({facts['node']}) after "
+                     f"{time.monotonic() - began:.1f} s: {', '.join(facts['cards'])}")
+
+    link, facts = cluster.link(wish, tell, Waiting(wish, offers).tell)
+    return front.engine_of(link, wanted.facts, facts)
+
+
+def files_of(wanted: Wanted) -> list[str]:
+    """The files that a replica reads: those of the model, and then that with its eyes."""
+    gguf, eyes = wanted.model.weights.gguf, wanted.arguments.get("mmproj")
+    found = [file.path for file in gguf.files] if gguf else []
+    return found + ([eyes] if eyes not in (None, "none", "synthetic") else [])
+
+
+class Waiting:
+    """Tells, until a replica is up, of nodes that fetch files, every tenth of a file, and once where it takes long."""
+
+    def __init__(self, wish, offers: list):
+        self.wish, self.offers, self.told, self.began = wish, offers, {}, time.monotonic()
+
+    def tell(self):
+        from engine.replicas import files
+        for (node, path), share in files.fetching(self.offers).items():
+            if (tenth := int(share * 10)) != self.told.get((node, path)):
+                self.told[node, path] = tenth
+                qengine.note(f"{node} fetches {path}: {share:.0%}")
+        if not self.told and time.monotonic() - self.began > LONG:
+            self.told[None] = True
+            qengine.note(f"no replica is up after {LONG} s: it still loads, or no node has {self.wish.n_gpus} GPUs and "
+                         f"{self.wish.n_cpus} CPUs of Ray's to spare (`ray status` says what there is)")
+
+
+def card_of(card: str | None, n_there: float) -> tuple[str, int]:
+    """(the card of a replica by the name that it has for its process, how many of Ray's GPUs that is). A process sees
+    only the GPUs that Ray gives it, and numbers them from 0. n_there: GPUs of the cluster. Raises RequestError."""
+    if card is None:
+        card = "cuda:0" if n_there else "emulated"
+    if card.startswith("emulated"):
+        return card, 0
+    if not re.fullmatch(r"cuda:\d+(,\d+)*", card):
+        raise RequestError("card", f"--card {card}: with --ray name as many cards as each replica is to have: cuda:0 "
+                                   "for one, cuda:0,1 for two; which they are, Ray decides")
+    n = card.count(",") + 1
+    return "cuda:" + ",".join(map(str, range(n))), n
+
+
+def make_engine(source: str, name: str, kv: str | None, card: str, arguments: dict, offers: list) -> "qengine.Engine":
+    """The engine of a replica, in its process."""
+    from engine.replicas import files
+    here = [files.taken(offer) for offer in offers]
+    if arguments.get("mmproj") not in (None, "none", "synthetic"):
+        arguments = arguments | {"mmproj": here.pop()}
+    model = qengine.open_model(here[0] if here else source)
+    model = dataclasses.replace(model, config=dataclasses.replace(model.config, name=name))
+    engine = qengine.load(model.keeping(kv) if model.kind == "text" else model, card, progress=False, **arguments)
+    freeze()
+    return engine

@@ -1,0 +1,168 @@
+"""Joining a cluster of Ray, and having Ray Serve keep the replicas of a model there.
+
+Ray's own HTTP servers, its dashboard and its reports of usage stay off. What an application was deployed with is part
+of what its replicas say of themselves; so a front that is started again finds them and changes nothing, and one that is
+started with another model or other numbers has Ray Serve replace them one after the other.
+"""
+
+import contextlib
+import logging
+import os
+import re
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")       # before Ray is imported: it would report to its makers
+import ray
+from ray import serve
+from ray.serve.config import AutoscalingConfig, RequestRouterConfig
+from ray.serve.schema import LoggingConfig
+
+from engine.request import ModelError, RequestError
+
+from .actor import Recipe, Replica
+from .front import Link
+
+LOCAL = "local"
+STORE_BYTES = 200 << 20     # of Ray's object store on a cluster of this machine alone; only pieces of files pass it
+ROUTER = "engine.replicas.router.PrefixRouter"
+MOST_ONGOING = 4096         # calls of a replica at once; the server's own bound on open requests comes first
+DRAIN_SECONDS = 600         # that a replica gets to finish its answers before it goes
+HEALTH_SECONDS = 5, 30      # between two looks of Ray Serve at a replica, and for its answer
+UP_SECONDS, DOWN_SECONDS = 5, 300       # of load above or below, before a replica is added or taken away
+STARTS = 3                  # that may fail before Ray Serve says that a replica cannot be started
+ANSWER_SECONDS = 60         # that a replica gets to answer once it is up
+POLL_SECONDS = 0.1
+ROOT = Path(__file__).resolve().parents[2]      # where a node finds qengine, unless it is installed there
+TOKEN = Path.home() / ".ray" / "auth_token"
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What is to run. application: its name. n, most: replicas; with most > n Ray Serve adds and takes away by load.
+    n_gpus, n_cpus: that each replica has of its node. n_slots: answers that each generates at the same time."""
+
+    application: str
+    recipe: Recipe
+    n: int = 1
+    most: int | None = None
+    n_gpus: int = 0
+    n_cpus: float = 1
+    n_slots: int = 1
+
+
+def join(address: str, n_cpus: int | None = None):
+    """Joins the cluster at this address; LOCAL starts one on this machine alone, which ends with this process. n_cpus:
+    that such a one says it has. Raises RequestError."""
+    if ray.is_initialized():
+        return
+    quiet = {"logging_level": logging.ERROR, "log_to_driver": False}
+    try:
+        if address == LOCAL:
+            ray.init(include_dashboard=False, _node_ip_address="127.0.0.1", num_cpus=n_cpus,
+                     object_store_memory=STORE_BYTES, **quiet)
+        else:
+            if TOKEN.exists():                  # a cluster that asks for the token does not say so
+                os.environ.setdefault("RAY_AUTH_MODE", "token")
+            ray.init(address=address, **quiet)
+    except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
+        raise RequestError("ray", f"no cluster of Ray answers at {address}: {str(error).splitlines()[0]}") from None
+    logging.getLogger("ray.serve").setLevel(logging.ERROR)
+    serve.start(proxy_location="Disabled", logging_config=logs())
+
+
+def logs() -> LoggingConfig:
+    return LoggingConfig(log_level="ERROR", enable_access_log=False)
+
+
+def leave():
+    """Leaves the cluster, which goes on unless it is this process's own."""
+    ray.shutdown()
+
+
+def n_gpus() -> float:
+    """GPUs of all nodes of the cluster."""
+    return ray.cluster_resources().get("GPU", 0)
+
+
+def deployed(wish: Wish) -> "serve.Application":
+    """What Ray Serve is to run."""
+    sizes = {"num_replicas": wish.n} if not wish.most or wish.most == wish.n else {
+        "autoscaling_config": AutoscalingConfig(
+            min_replicas=wish.n, max_replicas=wish.most, upscale_delay_s=UP_SECONDS, downscale_delay_s=DOWN_SECONDS,
+            target_ongoing_requests=wish.n_slots + 1)}          # one more: the front's stream is a call, too
+    return serve.deployment(Replica).options(
+        name="Replica", max_ongoing_requests=MOST_ONGOING, graceful_shutdown_timeout_s=DRAIN_SECONDS,
+        graceful_shutdown_wait_loop_s=0.5, health_check_period_s=HEALTH_SECONDS[0],
+        health_check_timeout_s=HEALTH_SECONDS[1], max_constructor_retry_count=STARTS, logging_config=logs(),
+        ray_actor_options={"num_gpus": wish.n_gpus, "num_cpus": wish.n_cpus,
+                           "runtime_env": {"env_vars": {"PYTHONPATH": str(ROOT)}}},
+        request_router_config=RequestRouterConfig(request_router_class=ROUTER,
+                                                  request_router_kwargs={"application": wish.application}),
+        **sizes).bind(wish)
+
+
+def keep(wish: Wish, note=lambda text: None) -> bool:
+    """Has the cluster run what is wished, and returns at once. Returns whether something changes by that."""
+    if (runs := running(wish.application)) == wish:
+        return False
+    if runs is not None:
+        note("the replicas that run are replaced, one after the other")
+    serve.run_many([serve.RunTarget(deployed(wish), name=wish.application, route_prefix=None, logging_config=logs())],
+                   wait_for_applications_running=False)
+    return True
+
+
+def running(application: str) -> Wish | None:
+    """What the application was deployed with, as a replica of it says; None where none is up."""
+    if not states(application).get("RUNNING"):
+        return None
+    with contextlib.suppress(Exception):        # it goes just now: then it is deployed anew
+        return serve.get_app_handle(application).hello.remote().result(timeout_s=HEALTH_SECONDS[1])["wish"]
+    return None
+
+
+def link(wish: Wish, on_facts=lambda facts: None, meanwhile=lambda: None) -> tuple[Link, dict]:
+    """Joins this process with the replicas, once one is up. Returns (Link, what that one says of itself). meanwhile():
+    is called again and again until then. Raises ModelError where none can be started, RequestError where none answers."""
+    found = Link(serve.get_app_handle(wish.application), wish.application, on_facts)
+    asked = found.call("hello")
+    try:
+        while not asked.done():
+            if (why := failure(wish.application)) is not None:
+                raise ModelError(why)
+            if time.monotonic() - found.alone_since > ANSWER_SECONDS and found.table.listed():
+                raise RequestError("ray", "the replicas are up, but their answers do not get here: RAY_AUTH_MODE and "
+                                          "the token must be the same on all nodes, and ports must be open")
+            meanwhile()
+            time.sleep(POLL_SECONDS)
+        return found, asked.result()
+    except BaseException:
+        found.close()
+        raise
+
+
+def failure(application: str) -> str | None:
+    """Why no replica can be started; None while one may."""
+    status = serve.status().applications.get(application)
+    if status is None or "FAILED" not in str(status.status):
+        return None
+    said = "\n".join([status.message, *(one.message for one in status.deployments.values())])
+    sentences = re.findall(r"qengine: (.+)", said)
+    return sentences[-1] if sentences else f"no replica can be started: {said.splitlines()[0]}"
+
+
+def states(application: str) -> dict[str, int]:
+    """How many replicas are in each state of Ray Serve's."""
+    status = serve.status().applications.get(application)
+    counts = {}
+    for one in (status.deployments.values() if status else ()):
+        for state, n in one.replica_states.items():
+            counts[str(getattr(state, "value", state))] = n
+    return counts
+
+
+def end(application: str):
+    """Ends all replicas of a model."""
+    serve.delete(application)

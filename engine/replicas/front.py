@@ -1,0 +1,401 @@
+"""The front: all replicas of a model as one engine, which is what a server sees.
+
+A Link has a thread with an event loop. It holds what is open, listens to each replica, and begins anew elsewhere what a
+lost replica had. A replica counts as lost when its stream breaks, and as hanging when nothing at all has come from it
+for MOST_LOOKS looks: one that is merely slow reports all the same. Looks are counted, not seconds, so that time in which
+the front itself is suspended does not count against a replica.
+"""
+
+import asyncio
+import contextlib
+import dataclasses
+import logging
+import secrets
+import threading
+import time
+import uuid
+from collections import Counter
+
+from engine.images import PAD, Limits, Reader
+from engine.limits import MOST_DRAFTS
+from engine.pooling import PoolingEngine, TextsRequest
+from engine.prefix import marks_of
+from engine.request import EngineStopped, Request
+from engine.served import Facts
+from engine.sight import pictures_of
+from engine.text_engine import TextEngine, TextOnly
+from engine.tokenizer import encode_prompt
+
+from .jobs import MOST_TRIES, Differs, RemoteAnswer, RemoteJob, RemoteTexts
+from .links import LINKS
+from .table import Layers, Table
+from .wire import WHOLE, error_heard, packed
+
+LOOK_SECONDS = 0.5          # between two looks at replicas and deadlines
+MOST_LOOKS = 20             # without a message, after which a replica counts as hanging
+NOBODY_SECONDS = 60.0       # so long requests wait for a replica where there is none
+AGAIN_SECONDS = 0.5         # before the next try to listen to a replica whose stream has broken
+LOST = object()             # how a try ends whose replica was lost
+
+logger = logging.getLogger("qengine.requests")
+
+
+class Link:
+    """What joins a front with the replicas of one model.
+
+    handle: of Ray Serve, for the deployment. application: its name. on_facts(facts): is called with what each new
+    replica says of itself, in the link's thread.
+    """
+
+    def __init__(self, handle, application: str, on_facts=lambda facts: None):
+        self.handle, self.application, self.on_facts = handle, application, on_facts
+        self.key, self.table = uuid.uuid4().hex, Table()
+        self.jobs: dict[int, RemoteJob] = {}        # open ones by their id
+        self.lock = threading.Lock()                # guards jobs, and which replica each has
+        self.listeners: dict[str, asyncio.Task] = {}
+        self.looks, self.numbers = Counter(), {}    # by replica: looks without a message; the number of its last one
+        self.alone_since, self.closed = time.monotonic(), False
+        self.loop = asyncio.new_event_loop()
+        LINKS[application] = self
+        self.thread = threading.Thread(target=self._run, name="replicas", daemon=True)
+        self.thread.start()
+
+    def _run(self):
+        asyncio.set_event_loop(self.loop)
+        self.task = self.loop.create_task(self._look())
+        self.loop.run_forever()
+
+    def call(self, method: str, *arguments):
+        """Has any replica run a method, and waits for what it returns; for threads other than the link's."""
+        async def ask():
+            return await getattr(self.handle, method).remote(*arguments)
+        return asyncio.run_coroutine_threadsafe(ask(), self.loop)
+
+    def close(self):
+        """Ends all that is open. The replicas stay."""
+        def end():
+            self.closed = True
+            for job in list(self.jobs.values()):
+                self._settle(job, EngineStopped("the server is shutting down"))
+            for task in [self.task, *self.listeners.values()]:
+                task.cancel()
+            self.loop.call_later(0.1, self.loop.stop)       # cancelled calls are told to the replicas
+        if not self.closed:
+            self.loop.call_soon_threadsafe(end)
+            self.thread.join(5.0)
+            LINKS.pop(self.application, None)
+
+    # ---- answers, from any thread ---------------------------------------------------------------------------
+
+    def submit(self, job: RemoteJob):
+        if self.closed:
+            raise EngineStopped("the server is shutting down")
+        with self.lock:
+            self.jobs[job.id] = job
+        self._in_loop(lambda: self.loop.create_task(self._answer(job)))
+
+    def drop(self, job: RemoteJob):
+        """Nobody wants the rest of it."""
+        if self.jobs.get(job.id) is job:
+            self._in_loop(lambda: self._settle(job, None))
+
+    def _in_loop(self, work):
+        with contextlib.suppress(RuntimeError):     # the loop is closed, and all has ended
+            self.loop.call_soon_threadsafe(work)
+
+    @property
+    def n_unplaced(self) -> int:
+        return sum(job.replica is None for job in list(self.jobs.values()))
+
+    # ---- for router.py, in a thread of Ray Serve --------------------------------------------------------------
+
+    def see(self, ids: list[str]):
+        """Ray Serve has these replicas now."""
+        if not self.table.listed():
+            self.alone_since = time.monotonic()
+        new, leaving = self.table.see(ids)
+        if new or leaving:
+            self._in_loop(lambda: self._changed(new, leaving))
+
+    def place(self, id: int, replicas: list[str]) -> list[str]:
+        """These replicas, the best one for an answer first; from now on it counts as open there."""
+        job = self.jobs.get(id)
+        ranked = self.table.rank(job.marks if job else (), replicas)
+        if job and ranked:
+            self.placed(id, ranked[0])
+        return ranked
+
+    def placed(self, id: int, replica: str):
+        """An answer is sent to a replica."""
+        with self.lock:
+            job = self.jobs.get(id)
+            if job is None or job.replica == replica:
+                return
+            self._leave(job)
+            job.replica = replica
+            self.table.take(replica, job.marks)
+
+    def _leave(self, job: RemoteJob):
+        if job.replica is not None:
+            self.table.give_back(job.replica, job.marks)
+            job.replica = None
+
+    # ---- the loop: answers --------------------------------------------------------------------------------------
+
+    async def _answer(self, job: RemoteJob):
+        """Sends a job, again where its replica was lost. Ends when the job is settled."""
+        while job.id in self.jobs:
+            job.over, job.n_tries = self.loop.create_future(), job.n_tries + 1
+            call = self.loop.create_task(self._call(job, job.id))
+            outcome = await job.over
+            call.cancel()
+            if outcome is not LOST:
+                return
+
+    async def _call(self, job: RemoteJob, id: int):
+        """One try. Its end is heard in the replica's stream, unless the call itself fails."""
+        response = None
+        try:
+            data = packed(dataclasses.replace(job.request, timeout=job.seconds_left))
+            response = self.handle.answer.remote(id, self.key, data)
+            refused = await response
+        except asyncio.CancelledError:
+            if response is not None:
+                response.cancel()
+            raise
+        except Exception as error:              # Ray's, of many kinds: the replica died, or cannot be reached
+            if self.jobs.get(id) is job and job.replica is not None:
+                self.table.silence(job.replica)         # until it reports again
+            self._lose(job, id, error)
+        else:
+            if refused is not None and refused[0] == "stopped":
+                self._stopped(job, id, refused[2])
+            elif refused is not None:
+                self._settle(job, error_heard(refused))
+
+    def _stopped(self, job: RemoteJob, id: int, why: str):
+        """The engine of a job's replica has stopped. Ray Serve will replace it."""
+        if self.jobs.get(id) is job:
+            self.table.fail(job.replica, why)
+        self._lose(job, id, why)
+
+    def _lose(self, job: RemoteJob, id: int, why):
+        """A try has failed with its replica."""
+        if self.jobs.get(id) is not job:
+            return
+        if job.is_over():
+            self._settle(job, job.overdue())
+        elif job.n_tries >= MOST_TRIES:
+            self._settle(job, EngineStopped(f"{MOST_TRIES} replicas were lost while they worked on this request"))
+        else:
+            logger.info("lost replica=%s request=%d, which begins again elsewhere: %s", job.replica, id, in_a_line(why))
+            with self.lock:
+                del self.jobs[id]
+                self._leave(job)
+                job.begin_again()
+                self.jobs[job.id] = job
+            job.over.set_result(LOST)
+
+    def _settle(self, job: RemoteJob, error: Exception | None, close=None):
+        """A job has ended. close: ends it, if not by close(error)."""
+        with self.lock:
+            if self.jobs.pop(job.id, None) is None:
+                return
+            replica = job.replica
+            self._leave(job)
+        close() if close else job.close(error)
+        job.begun.set()
+        if job.over is not None and not job.over.done():
+            job.over.set_result(None)
+        if replica is not None:
+            self._part(replica)
+
+    # ---- the loop: replicas ---------------------------------------------------------------------------------------
+
+    def _changed(self, new: list[str], leaving: list[str]):
+        for id in new:
+            self.listeners[id] = self.loop.create_task(self._listen(id))
+        for id in leaving:
+            self._part(id)
+
+    def _part(self, id: str):
+        """Stops listening to a replica that Ray Serve wants to end, once nothing of this front is open there."""
+        one = self.table.replicas.get(id)
+        if one is not None and one.is_leaving and not any(job.replica == id for job in list(self.jobs.values())):
+            self.table.forget(id)
+            task = self.listeners.pop(id, None)
+            if task is not None and task is not asyncio.current_task(self.loop):
+                task.cancel()
+
+    async def _listen(self, id: str):
+        while (one := self.table.replicas.get(id)) is not None:
+            stream = None
+            try:
+                stream = self.handle.options(stream=True).listen.remote(id, self.key)
+                async for message in stream:
+                    self._hear(id, message)
+            except asyncio.CancelledError:
+                if stream is not None:
+                    stream.cancel()
+                raise
+            except Exception as error:          # Ray's, of many kinds
+                self.table.silence(id)
+                self._lose_all(id, error)
+                if one.is_leaving:
+                    return self._part(id)
+                await asyncio.sleep(AGAIN_SECONDS)
+
+    def _lose_all(self, id: str, why):
+        for job in list(self.jobs.values()):
+            if job.replica == id:
+                self._lose(job, job.id, why)
+
+    def _hear(self, id: str, message: tuple):
+        number, facts, stats, reason, marks, events = message
+        self.looks[id] = 0
+        before = 0 if facts is not None else self.numbers.get(id, 0)
+        self.numbers[id] = number
+        self.table.report(id, facts, stats, reason, marks)
+        if facts is not None:
+            self.on_facts(facts)
+        if number != before + bool(events):
+            self._lose_all(id, "a message of the replica is missing")
+        for event in events:
+            self._take(id, *event)
+
+    def _take(self, replica: str, id: int, n_read: int, n_cached: int, told: list, end: tuple | None):
+        job = self.jobs.get(id)
+        if job is None or job.replica != replica:
+            return                              # it was given up
+        try:
+            job.hear(n_read, n_cached, told)
+        except Differs:
+            self._settle(job, EngineStopped("the replica that worked on this request was lost, and another one "
+                                            "computes other tokens: ask again"))
+            return
+        job.begun.set()
+        if end is None:
+            return
+        if end[0] == WHOLE:
+            self._settle(job, None, lambda: job.end(*end[1:]))
+        elif end[0] == "stopped":
+            self._stopped(job, id, end[2])
+        else:
+            self._settle(job, error_heard(end))
+
+    async def _look(self):
+        while True:
+            await asyncio.sleep(LOOK_SECONDS)
+            for id in list(self.listeners):
+                self.looks[id] += 1
+                if self.looks[id] == MOST_LOOKS:
+                    self.table.silence(id)
+                    self._lose_all(id, "the replica hangs")
+            if any(one.state == "up" for one in self.table.listed()):
+                self.alone_since = time.monotonic()
+            is_alone = time.monotonic() - self.alone_since > NOBODY_SECONDS
+            for job in list(self.jobs.values()):
+                if job.is_over():
+                    self._settle(job, job.overdue())
+                elif is_alone:
+                    self._settle(job, EngineStopped("no replica of the model is up"))
+
+
+def in_a_line(why) -> str:
+    """The first line of an error of Ray, which may have many."""
+    text = str(why).strip() or type(why).__name__
+    return text.splitlines()[0][:200]
+
+
+class Replicated:
+    """What engines of all kinds have that are replicas. model: what is known of the model where it is not loaded."""
+
+    fault = None
+
+    def __init__(self, link: Link, model: Facts, facts: dict):
+        """facts: of one replica, as it has told them."""
+        self.link, self.kind = link, model.kind
+        self.name, self.tokenizer, self.template, self.details = model.name, model.tokenizer, model.template, model.details
+        self.n_ctx, self.n_dims, self.one = facts["n_ctx"], facts["n_dims"], facts
+
+    @property
+    def replicas(self) -> list:
+        return self.link.table.listed()
+
+    @property
+    def n_slots(self) -> int:
+        return sum(one.n_slots for one in self.replicas if one.state == "up") or self.one["n_slots"]
+
+    @property
+    def cards(self) -> list[Layers]:
+        return [Layers(f"{name}, on {one.hostname}") for one in self.replicas for name in one.facts.get("cards", ())]
+
+    @property
+    def layers(self) -> list[range]:
+        return [range(*layers) for one in self.replicas for layers in one.facts.get("layers", ())]
+
+    @property
+    def reason(self) -> str | None:
+        return "the engine was closed" if self.link.closed else None
+
+    def stats(self) -> dict:
+        """The counts of all replicas, as they last told them."""
+        found = self.NOTHING | self.link.table.stats()
+        found["requests_waiting"] += self.link.n_unplaced
+        return found | {"kv_pages": max(1, found["kv_pages"])}
+
+    def close(self, grace: float = 0.0):
+        self.link.close()
+
+
+class ReplicatedText(Replicated, TextOnly, TextEngine):
+    """The replicas of a model that generates text."""
+
+    counts_pipes = False
+    NOTHING = dict.fromkeys(["requests_running", "requests_waiting", "kv_pages", "kv_pages_used", "checkpoints",
+                             "checkpoints_on_card", "prompt_tokens", "cached_tokens", "generated_tokens",
+                             "checkpoints_spilled", "checkpoints_fetched", "checkpoints_dropped"], 0) | {
+        name: (0,) * MOST_DRAFTS for name in ("drafts_checked", "drafts_accepted")}
+
+    def __init__(self, link: Link, model: Facts, facts: dict):
+        super().__init__(link, model, facts)
+        limits = facts["limits"]
+        self.eyes = None if limits is None else Reader(Limits(*limits), self.tokenizer.control[PAD])
+
+    def encode(self, text: str) -> list[int]:
+        return encode_prompt(self.tokenizer, text, self.n_ctx)
+
+    def submit(self, request: Request) -> RemoteAnswer:
+        """Raises RequestError, EngineStopped. A grammar is checked where the answer is computed, so that takes a call."""
+        request.check(self.tokenizer.n_vocab, self.n_ctx)
+        keys = pictures_of(request.prompt_ids, request.pictures, self.eyes).keys(request.prompt_ids)
+        if request.seed is None:                # an answer that begins again draws the same numbers
+            request = dataclasses.replace(request, seed=secrets.randbits(64))
+        job = RemoteAnswer(request, self.link, marks_of(keys[:-1]))
+        self.link.submit(job)
+        if request.grammar is not None:
+            job.begun.wait()
+            if job.error is not None:
+                raise job.error
+        return job
+
+    def count_pipes(self) -> None:
+        return None
+
+
+class ReplicatedPooling(Replicated, PoolingEngine):
+    """The replicas of a model that makes embeddings or scores."""
+
+    NOTHING = dict.fromkeys(["requests_running", "requests_waiting", "kv_pages", "kv_pages_used", "requests", "texts",
+                             "prompt_tokens", "passes"], 0)
+
+    def submit(self, request: TextsRequest) -> RemoteTexts:
+        """Raises RequestError, EngineStopped."""
+        request.check(self.tokenizer.n_vocab, self.n_ctx, self.n_dims)
+        job = RemoteTexts(request, self.link)
+        self.link.submit(job)
+        return job
+
+
+def engine_of(link: Link, model: Facts, facts: dict) -> ReplicatedText | ReplicatedPooling:
+    return (ReplicatedText if model.kind == "text" else ReplicatedPooling)(link, model, facts)

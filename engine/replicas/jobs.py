@@ -1,0 +1,97 @@
+"""The front's side of an answer that a replica computes.
+
+An answer may lose its replica. It is then computed again elsewhere, from its prompt on. Every replica computes the same
+bits, so tokens that a reader has already come a second time; they are compared, left out, and the answer goes on behind
+them. Where one differs, the answer ends with a sentence: what is cached may change the rounding of a prompt that holds
+decoded tokens (engine/prefix.py), and a replica may have another model file during a change.
+"""
+
+import itertools
+import math
+import threading
+import time
+
+from engine.pooling import TextsJob, TextsRequest
+from engine.request import Answer, Delta, EngineStopped, Request
+
+MOST_TRIES = 3              # replicas that an answer may lose before it ends; a request may be what kills them
+_ids = itertools.count(1)
+
+
+class Differs(Exception):
+    """A replica has begun an answer anew and computed other tokens than the one before."""
+
+
+class RemoteJob:
+    """What answers of all kinds have at a front. link: the Link of engine/replicas/front.py. marks: of the prompt, for
+    the choice of a replica."""
+
+    def __init__(self, link, marks=()):
+        self.id, self.link, self.marks = next(_ids), link, marks
+        self.replica: str | None = None         # the id of the one that computes it, once that is known
+        self.n_tries = 0
+        self.begun = threading.Event()          # a replica has taken it, or it has ended
+        self.over = None                        # of asyncio, set by the link: how this try has ended
+
+    def begin_again(self):
+        """The next try. It has another id, so that what may still come of the last one is not taken for it."""
+        self.id = next(_ids)
+
+    def cancel(self):
+        super().cancel()
+        self.link.drop(self)
+
+    @property
+    def seconds_left(self) -> float | None:
+        return None if self.deadline == math.inf else max(0.001, self.deadline - time.perf_counter())
+
+
+class RemoteAnswer(RemoteJob, Answer):
+    """An Answer that a replica computes."""
+
+    def __init__(self, request: Request, link, marks):
+        Answer.__init__(self, request)
+        RemoteJob.__init__(self, link, marks)
+        self.given: list[tuple] = []            # (token id, text, finish reason) of the Deltas that readers have
+        self.n_again = 0                        # so many of them has this try computed
+
+    def begin_again(self):
+        super().begin_again()
+        self.n_again = 0
+
+    def hear(self, n_read: int, n_cached: int, told: list[tuple]):
+        """News of a replica. Raises Differs."""
+        self.n_read, self.n_cached = max(self.n_read, n_read), n_cached
+        for fields in told:
+            if self.n_again < len(self.given):
+                if self.given[self.n_again] != fields[:3]:
+                    raise Differs
+            else:
+                delta = Delta(*fields)
+                self.given.append(fields[:3])
+                self.n_generated += 1
+                self.token_times.append(time.perf_counter())
+                self.finish_reason, self.cause = delta.finish_reason, delta.cause
+                self._put(delta)
+            self.n_again += 1
+
+    def end(self, n_checked, n_accepted):
+        """The replica says that this was all."""
+        self.drafts.n_checked, self.drafts.n_accepted = n_checked, n_accepted
+        self.close()
+
+
+class RemoteTexts(RemoteJob, TextsJob):
+    """A TextsJob that a replica computes."""
+
+    def __init__(self, request: TextsRequest, link):
+        TextsJob.__init__(self, request)
+        RemoteJob.__init__(self, link)
+
+    def hear(self, n_read: int, n_cached: int, told: list):
+        for index, row in enumerate(told):
+            self.land(index, row)
+
+    def end(self, *_):
+        if self.finish_reason is None:
+            self.close(None if self.cancelled else EngineStopped("the engine was closed"))

@@ -1,0 +1,49 @@
+"""What crosses the network between a front and its replicas: bytes and tuples, since Ray is fastest with these.
+
+    request     bytes of a pickled Request or TextsRequest, from a front, once for each answer
+    events      [(id, n_read, n_cached, deltas or rows, end)], from a replica, of each answer to which something happened
+    report      what a replica says of itself, at least once every REPORT_SECONDS
+
+Pickles are read only of a request, by a replica, and come from a front of the same cluster: whoever can reach Ray's
+ports may run whatever code they like anyway, so these ports are for trusted networks (docs/several-machines.md).
+"""
+
+import pickle
+
+from engine.pooling import TextsRequest
+from engine.request import ContextExceeded, DeadlineExceeded, Delta, EngineStopped, Request, RequestError
+
+REPORT_SECONDS = 1.0        # between two messages of a replica, at most
+GAP = 0.02                  # seconds between messages with nothing urgent: a message costs both ends about a millisecond
+WHOLE = "ended"             # the end of an answer that did not fail
+
+
+def packed(request: Request | TextsRequest) -> bytes:
+    return pickle.dumps(request, pickle.HIGHEST_PROTOCOL)
+
+
+def unpacked(data: bytes) -> Request | TextsRequest:
+    return pickle.loads(data)
+
+
+def delta_told(delta: Delta) -> tuple:
+    return (delta.token_id, delta.text, delta.finish_reason, delta.logprob, delta.top_logprobs, delta.cause,
+            delta.prompt_logprobs)
+
+
+def error_told(error: BaseException) -> tuple:
+    """An error as (kind, field, text). A replica whose engine has stopped is told from a request that is at fault."""
+    if isinstance(error, ContextExceeded):
+        return "context", (error.n_prompt, error.n_ctx), str(error)
+    if isinstance(error, RequestError):
+        return "request", error.field, str(error)
+    if isinstance(error, DeadlineExceeded):
+        return "late", None, str(error)
+    return "stopped", None, str(error) if isinstance(error, EngineStopped) else "the replica has made a mistake"
+
+
+def error_heard(told: tuple) -> Exception:
+    kind, field, text = told
+    if kind == "context":
+        return ContextExceeded(*field)
+    return RequestError(field, text) if kind == "request" else {"late": DeadlineExceeded}.get(kind, EngineStopped)(text)

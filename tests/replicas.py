@@ -1,0 +1,69 @@
+"""A cluster of Ray on this machine, with several nodes, and engines that are replicas on it."""
+
+import contextlib
+import os
+import signal
+import time
+import uuid
+
+from engine.served import Facts
+from tests.clients import wait_until
+from tests.scripted import ScriptedEngine, ScriptedPooling
+
+
+@contextlib.contextmanager
+def nodes(*cpus):
+    """A cluster with nodes of so many CPUs, the first one the head; gives it with the nodes."""
+    os.environ["RAY_AUTH_MODE"] = "disabled"    # whether or not this machine has a token of Ray's
+    from engine.replicas import cluster         # before Ray: it says that nothing is reported to Ray's makers
+    from ray.cluster_utils import Cluster
+    one = Cluster()
+    try:
+        each = [one.add_node(num_cpus=n, object_store_memory=100 << 20, include_dashboard=False) for n in cpus]
+        cluster.join(one.address)
+        yield one, each
+    finally:
+        cluster.leave()
+        one.shutdown()
+
+
+@contextlib.contextmanager
+def replicated(maker, n=1, model=None, name=None, **wishes):
+    """An engine whose replicas a function of tests/replica_engines.py makes. maker: its name, and its arguments.
+    model: what the front knows of the model, by default that of a scripted engine."""
+    from engine.replicas import cluster, front
+    wish = wish_for(maker, n, name, **wishes)
+    cluster.keep(wish)
+    link, facts = cluster.link(wish)
+    engine = front.engine_of(link, model or Facts.of(ScriptedEngine()), facts)
+    try:
+        wait_until(lambda: sum(one.state == "up" for one in engine.replicas) >= n, 60)
+        yield engine
+    finally:
+        engine.close()
+        cluster.end(wish.application)
+
+
+def wish_for(maker, n=1, name=None, **wishes):
+    from engine.replicas import cluster
+    function, arguments = maker
+    recipe = cluster.Recipe(f"tests.replica_engines:{function}", arguments)
+    return cluster.Wish(name or f"test-{uuid.uuid4().hex[:8]}", recipe, n, **wishes)
+
+
+def pooling_model():
+    return Facts.of(ScriptedPooling())
+
+
+def pid_of(replica):
+    return replica.facts["pid"]
+
+
+def kill(replica, how=signal.SIGKILL):
+    os.kill(pid_of(replica), how)
+
+
+def until_up(engine, n, seconds=60):
+    """Waits until exactly n replicas are up."""
+    wait_until(lambda: sum(one.state == "up" for one in engine.replicas) == n, seconds)
+    time.sleep(0.1)

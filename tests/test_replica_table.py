@@ -1,0 +1,283 @@
+"""What replicas need and Ray does not: marks of prompts, which replica a request goes to, what crosses the network, how
+an answer begins again, and the options. No cluster is started."""
+
+import pickle
+import random
+import subprocess
+import sys
+
+import pytest
+
+from benchmarks import replica_simulation as simulation
+from cli.main import main
+from cli.options import build_parser, check_options
+from cli.replicas import card_of
+from engine.prefix import PAGE_TOKENS, PrefixCache, marks_of
+from engine.replicas import front, table, wire
+from engine.replicas.jobs import Differs, RemoteAnswer, RemoteTexts
+from engine.replicas.table import AWAY, Table
+from engine.pooling import TextsRequest
+from engine.request import ContextExceeded, DeadlineExceeded, Delta, EngineStopped, Request, RequestError
+from tests.models import TINY
+from tests.test_cli import run
+from tests.tiny import ROOT
+
+PAGE = list(range(PAGE_TOKENS))
+
+
+# ---- marks ------------------------------------------------------------------------------------------------------------
+
+
+def test_marks_stand_for_beginnings():
+    assert marks_of(PAGE[:-1]) == [] and marks_of([]) == []
+    one, two = marks_of(PAGE + PAGE + [5])
+    assert marks_of(PAGE) == [one] and marks_of(PAGE + PAGE[::-1])[0] == one != two
+    assert len({*marks_of(PAGE * 50), *marks_of([1] + PAGE * 50)}) == 100
+    picture = [1 << 190] * PAGE_TOKENS          # keys of a picture's tokens are large
+    assert marks_of(picture) != marks_of([1 << 189] * PAGE_TOKENS)
+
+
+def test_marks_are_the_same_in_every_process():
+    code = "from engine.prefix import marks_of; print(marks_of(list(range(300))))"
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True).stdout
+    assert said == f"{marks_of(list(range(300)))}\n"
+
+
+def test_an_engine_tells_the_marks_of_what_it_keeps(engine):
+    engine.clear_cache()
+    ids = list(range(20, 220))
+    engine.submit(Request(ids, max_tokens=1)).wait()
+    kept = engine.marks()
+    assert set(kept) <= {0, *marks_of(ids)} and marks_of(ids)[2] in kept
+    engine.clear_cache()
+    assert engine.marks() == []
+
+
+# ---- the table ------------------------------------------------------------------------------------------------------------
+
+
+def facts(n_slots=4):
+    return {"node": "10.0.0.1", "hostname": "a", "n_slots": n_slots, "cards": ["a card"], "layers": [(0, 4)]}
+
+
+def table_of(*ids, n_slots=4):
+    found = Table()
+    assert found.see(ids) == (sorted(ids), [])
+    for id in ids:
+        found.report(id, facts(n_slots), {}, None, [])
+    return found
+
+
+def test_a_request_goes_where_most_is_cached():
+    one, ids = table_of("a", "b", "c"), "abc"
+    one.report("b", None, None, None, [1, 2])
+    one.report("c", None, None, None, [1, 2, 3])
+    assert one.rank([1, 2, 3, 4], ids)[:2] == ["c", "b"]
+    assert one.rank([1, 2, 9, 9], ids)[2] == "a" and one.n_spared("c", [1, 2, 3, 4]) == 3 * PAGE_TOKENS
+    one.report("c", None, None, None, [7])      # what was kept is dropped
+    assert one.rank([1, 2, 3, 4], ids)[0] == "b" and one.n_spared("c", [1, 2, 3]) == 0
+
+
+def test_a_prompt_that_is_on_its_way_counts():
+    one = table_of("a", "b")
+    one.take("b", [1, 2, 3])
+    assert one.rank([1, 2, 3], "ab")[0] == "b"
+    one.give_back("b", [1, 2, 3])
+    assert one.n_spared("b", [1, 2, 3]) == 0 and one.holders == {}
+
+
+def test_short_beginnings_do_not_gather_all_requests():
+    one, sent = table_of("a", "b", "c"), []
+    for _ in range(9):
+        sent.append(one.rank([1], "abc")[0])    # one page in common
+        one.take(sent[-1], [1])
+    assert sorted(map(sent.count, "abc")) == [3, 3, 3] and AWAY >= PAGE_TOKENS
+
+
+def test_nobody_gets_more_than_a_share_but_free_slots_are_used():
+    one, marks = table_of("a", "b", n_slots=2), list(range(1, 200))
+    one.report("a", None, None, None, marks)
+    sent = []
+    for _ in range(12):
+        sent.append(one.rank(marks, "ab")[0])
+        one.take(sent[-1], [])
+    assert sent[:2] == ["a", "a"] and 6 <= sent.count("a") <= 8
+
+
+def test_equals_take_turns():
+    one = table_of(*"abcd")
+    assert len({one.rank([], "abcd")[0] for _ in range(4)}) == 4
+
+
+def test_who_is_silent_or_has_failed_gets_nothing():
+    one = table_of("a", "b")
+    one.silence("a")
+    assert one.rank([], "ab") == ["b"] and one.listed()[0].state == "silent"
+    one.fail("b", "broken")
+    assert one.rank([], "ab") == [] and one.listed()[1].state == "failed"
+    one.report("a", None, None, None, None)     # it was only slow
+    assert one.rank([], "ab") == ["a"] and one.listed()[0].state == "up"
+
+
+def test_who_comes_and_goes():
+    one = table_of("a", "b")
+    assert one.see(["b", "c"]) == (["c"], ["a"]) and one.see(["b", "c"]) == ([], [])
+    assert {each.id: each.state for each in one.listed()} == {"a": "leaving", "b": "up", "c": "starting"}
+    one.take("a", [1])
+    one.forget("a")
+    one.give_back("a", [1])                     # comes late
+    assert one.holders == {} and "a" not in one.replicas
+
+
+def test_counts_of_replicas_that_are_gone_stay():
+    one = table_of("a", "b")
+    one.report("a", None, {"prompt_tokens": 5, "requests_running": 2, "drafts_checked": (1, 2)}, None, None)
+    one.report("b", None, {"prompt_tokens": 7, "requests_running": 1, "drafts_checked": (3, 0)}, None, None)
+    assert one.stats() == {"prompt_tokens": 12, "requests_running": 3, "drafts_checked": (4, 2)}
+    one.forget("a")
+    assert one.stats() == {"prompt_tokens": 12, "requests_running": 1, "drafts_checked": (4, 2)}
+
+
+def test_marks_of_a_replica_are_bounded(monkeypatch):
+    monkeypatch.setattr(table, "MOST_MARKS", 10)
+    one = table_of("a")
+    one.report("a", None, None, None, list(range(1000)))
+    assert len(one.holders) == 10
+
+
+def test_the_account_is_right_whatever_happens():
+    rng, one, ids, open_ = random.Random(3), table_of(*"abcd"), "abcd", []
+    for _ in range(2000):
+        if rng.random() < 0.5 or not open_:
+            marks = rng.choices(range(30), k=rng.randint(0, 6))
+            id = one.rank(marks, ids)[0]
+            one.take(id, marks)
+            open_.append((id, marks))
+        elif rng.random() < 0.8:
+            one.give_back(*open_.pop(rng.randrange(len(open_))))
+        else:
+            one.report(rng.choice(ids), None, None, None, rng.sample(range(30), rng.randint(0, 9)))
+    for each in one.listed():
+        assert each.n_open == sum(id == each.id for id, _ in open_)
+    for id, marks in open_:
+        one.give_back(id, marks)
+    for id in ids:
+        one.report(id, None, None, None, [])
+    assert one.holders == {} and all(each.n_open == 0 for each in one.listed())
+
+
+# ---- on the wire ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("error", [ContextExceeded(10, 5), RequestError("grammar", "it is wrong"),
+                                   DeadlineExceeded("too late"), EngineStopped("a card broke")], ids=str)
+def test_errors_travel(error):
+    told = pickle.loads(pickle.dumps(wire.error_told(error)))
+    heard = wire.error_heard(told)
+    assert type(heard) is type(error) and str(heard) == str(error) and vars(heard) == vars(error)
+
+
+def test_mistakes_of_a_replica_are_not_told_in_words():
+    assert wire.error_told(ValueError("secret")) == ("stopped", None, "the replica has made a mistake")
+
+
+def test_requests_travel():
+    request = Request([1, 2], stop="x", logit_bias={3: -100.0}, grammar="g", timeout=3.0)
+    assert wire.unpacked(wire.packed(request)) == request
+
+
+# ---- answers that begin again --------------------------------------------------------------------------------------------
+
+
+class NoLink:
+    def drop(self, job):
+        self.dropped = job
+
+
+def deltas(*texts):
+    return [wire.delta_told(Delta(i, text, "stop" if i == len(texts) - 1 else None)) for i, text in enumerate(texts)]
+
+
+def test_an_answer_that_begins_again_says_nothing_twice():
+    job = RemoteAnswer(Request([1]), NoLink(), [])
+    first_id, said = job.id, deltas("a", "b", "c")
+    job.hear(0, 0, said[:2])
+    job.begin_again()
+    job.hear(0, 0, said[:1])
+    job.hear(0, 0, said[1:])
+    job.end([1] * 7, [0] * 7)
+    assert [delta.text for delta in job] == ["a", "b", "c"] and job.n_generated == 3 == len(job.token_times)
+    assert job.id != first_id and job.finish_reason == "stop" and job.drafts.n_checked == [1] * 7
+
+
+def test_an_answer_that_begins_again_otherwise_is_no_answer():
+    job = RemoteAnswer(Request([1]), NoLink(), [])
+    job.hear(0, 0, deltas("a", "b", "c")[:2])
+    job.begin_again()
+    with pytest.raises(Differs):
+        job.hear(0, 0, deltas("a", "x", "c"))
+
+
+def test_cancelling_reaches_the_link():
+    link = NoLink()
+    for job in RemoteAnswer(Request([1]), link, []), RemoteTexts(TextsRequest([[1]]), link):
+        job.cancel()
+        assert link.dropped is job and job.cancelled and job.overdue() is None
+
+
+# ---- options --------------------------------------------------------------------------------------------------------------
+
+
+def parsed(*arguments):
+    parser = build_parser()
+    options = parser.parse_args(["--serve", "0", *arguments])
+    check_options(parser, options)
+    return options
+
+
+def test_replicas_as_they_are_written(capsys):
+    assert parsed("--ray", "local").replicas == (1, 1) and parsed("--ray", "auto", "--replicas", "3").replicas == (3, 3)
+    several = parsed("--ray", "auto", "--replicas", "2", "-m", "a=a.gguf,replicas=1,4", "-m", "b=b.gguf")
+    assert [own.replicas for own in several.each] == [(1, 4), (2, 2)]
+    for wrong in (["--replicas", "2"], ["--ray", "x", "--replicas", "3,1"], ["--ray", "x", "--replicas", "0"],
+                  ["--ray", "x", "--replicas", "1,2,3"], ["--ray", "x", "--replicas", "1,1001"],
+                  ["--ray", "x", "--go-on"], ["--ray", "x", "-m", "a=a.gguf,idle=1m"],
+                  ["--ray", "x", "--embedding-model", "e.gguf"]):
+        with pytest.raises(SystemExit):
+            parsed(*wrong)
+        assert capsys.readouterr().err.startswith("qengine: ")
+
+
+@pytest.mark.parametrize("named, n_there, found", [
+    (None, 0, ("emulated", 0)), (None, 4, ("cuda:0", 1)), ("cuda:3", 4, ("cuda:0", 1)),
+    ("cuda:2,5", 8, ("cuda:0,1", 2)), ("emulated:2", 4, ("emulated:2", 0))])
+def test_cards_become_what_ray_gives(named, n_there, found):
+    assert card_of(named, n_there) == found
+
+
+@pytest.mark.parametrize("named", ["cuda", "cuda:", "gpu:0"])
+def test_replicas_need_a_number_of_cards(named):
+    with pytest.raises(RequestError, match="name as many cards"):
+        card_of(named, 4)
+
+
+def test_without_ray_there_is_a_sentence(capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    for name in [name for name in sys.modules if name.startswith(("engine.replicas.cluster", "engine.replicas.actor"))]:
+        monkeypatch.delitem(sys.modules, name)
+    code, _, err = run(capsys, "-m", TINY, "--serve", "0", "--ray", "local")
+    assert code == 2 and "pip install -r requirements-ray.txt" in err and "Traceback" not in err
+
+
+def test_what_a_front_needs_imports_no_ray():
+    code = "import sys, cli.replicas, engine.replicas.front; sys.exit('ray' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
+
+
+# ---- the simulation ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_choice_by_marks_spares_more_in_the_simulation():
+    found = {way: simulation.simulate(way, 8, 800) for way in ("random", "fewest", "table")}
+    assert found["table"]["cached"] > found["fewest"]["cached"] + 0.1
+    assert found["table"]["first token, s"]["95 %"] < found["random"]["first token, s"]["95 %"]
