@@ -228,6 +228,16 @@ def lab():
     return module
 
 
+def test_banks_are_drawn_as_they_are_counted(lab):
+    """Lanes wait for each other where they want different words of a bank; all may have the same word at once."""
+    _, axes = lab.plt.subplots()
+    thread = np.arange(32)
+    for words, turns in ((thread % 8 * 64 + thread // 8, 8), (thread % 8 * 68 + thread // 8, 1), (4 * thread, 4),
+                         (0 * thread + 7, 1), (thread // 2 * 32, 16)):
+        assert lab.draw_banks(words, "", axes) == turns
+    lab.plt.close()
+
+
 def test_figures_on_record(lab, capsys):
     lab.on_record("course-gemm", "TOPS")
     lines = capsys.readouterr().out.splitlines()
