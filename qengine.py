@@ -1071,8 +1071,8 @@ class Stage:
         found = work(self, *arguments)
         return self.exit.send(n, freed) if self.exit else found
 
-    def queue_prompt(self, ids, slot: int, start: int, marks, seen: Seen | None, tap, is_sparse: bool,
-                     n_layers: int | None = None):
+    def queue_prompt(self, ids, slot: int, start: int, marks, seen: Seen | None, tap, n_layers: int | None = None,
+                     is_sparse: bool = False):
         """Queue a pass over consecutive tokens of a slot. The hidden states stay in the model's scratch.x until the
         next pass. marks: (tokens of the pass, number of the checkpoint that is taken after them). seen: of pictures.
         n_layers: queue only so many layers of the pass, and the others by `continue_prompt`. Returns the event at the
@@ -1526,9 +1526,9 @@ class Pipeline:
         of 64. n_pieces: queue only so many of the pieces that `piece_seconds` tells of; `continue_prefill` queues the
         others, and this returns a task that gives the Span. With a tap this returns when all is queued, or raises what
         the tap has raised. seen: of pictures, whose encoding must be queued."""
-        arguments = ids, slot, start, marks, seen, tap, is_sparse
+        arguments = ids, slot, start, marks, seen, tap, n_pieces, is_sparse
         if n_pieces is not None:
-            return self.last.worker.post(self.last.queue_prompt, *arguments, n_pieces)
+            return self.last.worker.post(self.last.queue_prompt, *arguments)
         if tap:
             self.run(len(ids), Stage.queue_prompt, *arguments, post=Worker.ask)[-1].result()
             return None
