@@ -9,6 +9,7 @@ import contextlib
 import logging
 import os
 import re
+import socket
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +33,7 @@ DRAIN_SECONDS = 600         # that a replica gets to finish its answers before i
 HEALTH_SECONDS = 5, 30      # between two looks of Ray Serve at a replica, and for its answer
 UP_SECONDS, DOWN_SECONDS = 5, 300       # of load above or below, before a replica is added or taken away
 STARTS = 3                  # that may fail before Ray Serve says that a replica cannot be started
+REACH_SECONDS = 5           # that a cluster's head gets to take a connection
 ANSWER_SECONDS = 60         # that a replica gets to answer once it is up
 POLL_SECONDS = 0.1
 ROOT = Path(__file__).resolve().parents[2]      # where a node finds qengine, unless it is installed there
@@ -63,10 +65,12 @@ def join(address: str, n_cpus: int | None = None):
             ray.init(include_dashboard=False, _node_ip_address="127.0.0.1", num_cpus=n_cpus,
                      object_store_memory=STORE_BYTES, **quiet)
         else:
+            if (place := re.fullmatch(r"(?:ray://)?\[?([^\]]+)\]?:(\d+)", address)):     # Ray itself tries for minutes
+                socket.create_connection(place.groups(), REACH_SECONDS).close()
             if TOKEN.exists():                  # a cluster that asks for the token does not say so
                 os.environ.setdefault("RAY_AUTH_MODE", "token")
             ray.init(address=address, **quiet)
-    except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
+    except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
         raise RequestError("ray", f"no cluster of Ray answers at {address}: {str(error).splitlines()[0]}") from None
     logging.getLogger("ray.serve").setLevel(logging.ERROR)
     serve.start(proxy_location="Disabled", logging_config=logs())

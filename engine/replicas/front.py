@@ -32,7 +32,7 @@ from .table import Layers, Table
 from .wire import WHOLE, error_heard, packed
 
 LOOK_SECONDS = 0.5          # between two looks at replicas and deadlines
-MOST_LOOKS = 20             # without a message, after which a replica counts as hanging
+MOST_LOOKS = 60             # without a message, after which a replica counts as hanging: 30 s, as Ray Serve has it
 NOBODY_SECONDS = 60.0       # so long requests wait for a replica where there is none
 AGAIN_SECONDS = 0.5         # before the next try to listen to a replica whose stream has broken
 LOST = object()             # how a try ends whose replica was lost
