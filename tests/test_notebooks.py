@@ -32,9 +32,8 @@ from kernels.emulated.cards import CMP_100_210
 FOLDER = Path(__file__).resolve().parents[1] / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
 LESSONS = [path for path in NOTEBOOKS if path.stem != "00_tour"]
-N_TASKS = {"03_gemv": 6, "04_gemm": 8, "05_attention": 4, "06_delta_rule": 4}   # of other lessons 2: the small ones of a ladder's steps, and larger ones
-WITHOUT_PREDICTIONS = {"00_tour", "01_probe", "02_roofline", "07_kv_bits",
-                       "08_across_cards", "09_serving", "10_pictures"}
+N_TASKS = {"03_gemv": 6, "04_gemm": 8, "05_attention": 4, "06_delta_rule": 4, "07_kv_bits": 4}   # of other lessons 2: the small ones of a ladder's steps, and larger ones
+WITHOUT_PREDICTIONS = {"00_tour", "01_probe", "02_roofline", "08_across_cards", "09_serving", "10_pictures"}
 SECONDS = 600                           # for one cell: the first use of a kernel compiles it
 PICTURE_BYTES = 120_000                 # of a lesson
 
