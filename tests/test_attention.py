@@ -131,7 +131,7 @@ def test_attention_block_of_the_reference_model(card, oracle_block):
 @pytest.mark.parametrize("shape", [rope.QWEN35, rope.QWEN3], ids=str)
 @pytest.mark.parametrize("format", KV_FORMATS.values(), ids=KV_FORMATS)
 def test_products_run_on_packed_half(card, format, shape):
-    """In the PTX of both families."""
+    """In the PTX of both families; scores of 8-bit keys on dp4a."""
     from kernels.compile import compile_kernel, target_cc
     (head_dim, rotary, gated), page = shape, f"{np.dtype(format.keys.dtype).name}[1]"
     halves = ("float16[1]",) * 2
@@ -142,5 +142,6 @@ def test_products_run_on_packed_half(card, format, shape):
             (attention.tiles_kernel(format.expands, head_dim, gated, False), tiles),
             (attend_decode.attend_kernel(format, 2, head_dim, rotary, gated, True, False, 1), decode)):
         ptx = compile_kernel(kernel, signature, target_cc(card.cc), card.cache_dir).ptx
-        assert ptx.count("fma.rn.f16x2") > 80 * head_dim // 256
+        products = ptx.count("fma.rn.f16x2") + (ptx.count("dp4a.") if format.keys.by_codes else 0)
+        assert products > 80 * head_dim // 256
         assert not any(word in ptx for word in (".local", ".f64", "approx", "mma"))

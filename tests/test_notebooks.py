@@ -33,8 +33,7 @@ FOLDER = Path(__file__).resolve().parents[1] / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
 LESSONS = [path for path in NOTEBOOKS if path.stem != "00_tour"]
 # A small one for each step of a ladder, and larger ones at the end. Of other lessons 2.
-N_TASKS = {"03_gemv": 6, "04_gemm": 8, "05_attention": 4, "06_delta_rule": 4}
-AS_BEFORE = {"07_kv_bits"}              # predictions and pictures are not yet as in the other notebooks
+N_TASKS = {"03_gemv": 6, "04_gemm": 8, "05_attention": 4, "06_delta_rule": 4, "07_kv_bits": 4}
 SECONDS = 600                           # for one cell: the first use of a kernel compiles it
 PICTURE_BYTES = 120_000                 # of a lesson
 WORDS, LINES = 140, 12                  # that are read in a minute
@@ -135,8 +134,6 @@ def test_tasks_and_their_solutions(path):
 @notebooks
 def test_predictions_are_the_readers(path):
     """Each is asked for in words, then entered in a cell with blanks, and only then revealed, once."""
-    if path.stem in AS_BEFORE:
-        pytest.skip("this notebook is as before")
     cells = read(path).cells
     asked = [i for i, cell in enumerate(cells) if cell.cell_type == "markdown" and "**Prediction" in cell.source]
     assert asked, "nothing is to be predicted"
@@ -163,8 +160,6 @@ def test_pictures_are_small(path):
 @notebooks
 def test_pictures_are_told_in_words(path):
     """For readers who do not see them, with lab.show. They have no ground of their own, so that any page suits them."""
-    if path.stem in AS_BEFORE:
-        pytest.skip("this notebook is as before")
     outputs = [output for cell in code_cells(read(path)) for output in cell.outputs]
     shown = [output for output in outputs if "image/png" in output.get("data", ())]
     assert shown
@@ -204,10 +199,9 @@ def test_the_plan_of_the_course():
         assert int(number) == int(name[:2]) and title in notebook.cells[0].source
         for stated, counted in zip((int(time or 0) for time in said), minutes(notebook)):
             assert abs(stated - counted) <= 5 + 0.25 * counted, f"{name}: {stated} minutes, counted {counted:.0f}"
-        if name not in AS_BEFORE:
-            head = notebook.cells[0].source
-            assert re.findall(r"\d+", re.search(r"\*\*Time:\*\* (.*?)\.", head)[1]) == [time for time in said if time]
-            assert "**Before:**" in head and "](glossary.md)" in head and "](README.md)" in head
+        head = notebook.cells[0].source
+        assert re.findall(r"\d+", re.search(r"\*\*Time:\*\* (.*?)\.", head)[1]) == [time for time in said if time]
+        assert "**Before:**" in head and "](glossary.md)" in head and "](README.md)" in head
 
 
 def test_the_glossary():
