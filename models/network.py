@@ -167,7 +167,7 @@ def _scan(decay, m, r, first):
     # [size, groups, B heads, ...], and P and R side by side
     decay, m, r = (x.reshape(n // size, size, -1, *x.shape[3:]).transpose(0, 1).contiguous() for x in (decay, m, r))
     both = r.new_empty(*r.shape[:4], 2 * d)
-    now = torch.cat([torch.eye(d, device=r.device).expand_as(r[0]), torch.zeros_like(r[0])], 3)
+    now = torch.cat([torch.eye(d, dtype=r.dtype, device=r.device).expand_as(r[0]), torch.zeros_like(r[0])], 3)
     for c in range(size):
         now = now * decay[c] - m[c] @ now
         now[..., d:] += r[c]

@@ -21,7 +21,7 @@ from PIL import Image, ImageDraw
 from .canvas import BLOCK, COLOURS, RANKS, Canvas, Text
 from .shapes import CELLS, NAMES
 
-PLACES = 4                  # letters of a text in one block
+PLACES = 6                  # letters of a text in one block
 FINE = 8                    # pixels of the raster that tells which blocks an area covers
 COVERED = 2                 # of the BLOCK / FINE squared points of a block make it covered
 NEAR = 0.25                 # of a letter's width and height: how far around its middle it is told
@@ -104,14 +104,13 @@ def _covered(points: list, rows: int, columns: int) -> list[tuple[int, int]]:
 def _write(table: np.ndarray, note: Text):
     """Tells a text's letters; what the blocks said before is gone."""
     values = _values(note.facts | {"length": len(note.text)})
-    begun = set()
-    for i, (letter, (x, y, half)) in enumerate(zip(note.text, note.middles, strict=True)):
-        place, group = i % PLACES, i // PLACES
-        near = [(x + dx * half, y + dy * note.height) for dx, dy in ((0, 0), (-2 * NEAR, 0), (2 * NEAR, 0), (0, NEAR),
-                                                                     (0, -NEAR))]
-        for block in {_block(table, *point) for point in near}:
-            if block not in begun:
-                table[block] = values
-                begun.add(block)
-            table[block][_NUMBERS[f"letter{place}"]] = _LABELS[f"letter{place}"].get(letter, NOTHING)
-            table[block][_NUMBERS[f"group{place}"]] = _LABELS[f"group{place}"].get(group, NOTHING)
+    told = {}       # block -> place -> letter's number
+    for dx, dy in ((0, 0), (-2 * NEAR, 0), (2 * NEAR, 0), (0, NEAR), (0, -NEAR)):
+        for i, (x, y, half) in enumerate(note.middles):
+            places = told.setdefault(_block(table, x + dx * half, y + dy * note.height), {})
+            places.setdefault(i % PLACES, i)        # middles come first
+    for block, places in told.items():
+        table[block] = values
+        for place, i in places.items():
+            table[block][_NUMBERS[f"letter{place}"]] = _LABELS[f"letter{place}"].get(note.text[i], NOTHING)
+            table[block][_NUMBERS[f"group{place}"]] = _LABELS[f"group{place}"].get(i // PLACES, NOTHING)
