@@ -14,6 +14,7 @@ much of the run is done, so that parts are one run.
 
 import argparse
 import collections
+import concurrent.futures
 import dataclasses
 import json
 import math
@@ -158,10 +159,37 @@ class Optimizer:
 # ---- training ------------------------------------------------------------------------------------------
 
 
-def on(device: str, *arrays: np.ndarray) -> list[torch.Tensor]:
+def on(device: str, *arrays: np.ndarray | torch.Tensor) -> list[torch.Tensor]:
     """Copies that do not wait for what the device does."""
-    tensors = [torch.from_numpy(array) for array in arrays]
-    return [(each.pin_memory() if device == "cuda" else each).to(device, non_blocking=True) for each in tensors]
+    return [pinned(device, array).to(device, non_blocking=True) for array in arrays]
+
+
+def pinned(device: str, array: np.ndarray | torch.Tensor) -> torch.Tensor:
+    """In memory from which a card reads by itself."""
+    if isinstance(array, torch.Tensor):
+        return array
+    return torch.from_numpy(array).pin_memory() if device == "cuda" else torch.from_numpy(array)
+
+
+class Ahead:
+    """Batches of rows, of which the next is fetched while a step runs: the pixels of one take milliseconds to copy."""
+
+    def __init__(self, batches: data.Batches, device: str):
+        self.batches, self.device = batches, device
+        self.thread = concurrent.futures.ThreadPoolExecutor(1)
+        self.next = self.thread.submit(self._fetch)
+
+    def _fetch(self) -> data.Rows:
+        rows = next(self.batches)
+        return rows._replace(patches=pinned(self.device, rows.patches))
+
+    def __next__(self) -> data.Rows:
+        rows, self.next = self.next.result(), self.thread.submit(self._fetch)
+        return rows
+
+    def close(self):
+        self.thread.shutdown()
+        self.batches.close()
 
 
 def seen_by(tower: Tower, rows: data.Rows, device: str) -> Seen:
@@ -256,8 +284,8 @@ def train(checkpoint: Checkpoint, steps: int | None, minutes: float | None, *, p
                     progress.report()
                     batches.close()
                     checkpoint.optimizer = {}
-                batches = data.Batches(crew, checkpoint.seed, checkpoint.step, phase.units,
-                                       phase.contexts and phase.longest_context, phase.layout)
+                batches = Ahead(data.Batches(crew, checkpoint.seed, checkpoint.step, phase.units,
+                                             phase.contexts and phase.longest_context, phase.layout), device)
                 pupil = None if phase.contexts else Pupil(checkpoint, device)
                 optimizer = Optimizer(checkpoint.tower, checkpoint.lessons, *([] if pupil else [checkpoint.network]))
                 begun = -WARM_UP_STEPS if optimizer.load(checkpoint.optimizer, checkpoint.step) else checkpoint.step
@@ -279,9 +307,10 @@ def train(checkpoint: Checkpoint, steps: int | None, minutes: float | None, *, p
                 progress.report(pupil.right() if pupil else None)
         progress.report(pupil and pupil.right())
     finally:  # also what an error in the data leaves can be saved
-        crew.close()
         if batches:
             batches.close()
+        crew.close()
+        if optimizer:
             checkpoint.optimizer = optimizer.tensors()
 
 

@@ -28,15 +28,15 @@ __all__ = ["ENFORCED", "LATER", "NEW_WORDS", "SIGHT", "TASKS", "Example", "asks_
 
 # name: (how often, generator)
 TASKS = {
-    "facts": (30, facts.make),
+    "facts": (32, facts.make),
     "self": (8, facts.make_self),
     "recall": (4, recall.make),
-    "people": (6, people.make),
-    "tools": (26, tools.make),
+    "people": (9, people.make),
+    "tools": (32, tools.make),
     "json": (7, structured.make),
-    "objects": (7, objects.make),
+    "objects": (8, objects.make),
     "reasoning": (8, reasoning.make),
-    "lists": (7, lists.make),
+    "lists": (10, lists.make),
     "text": (0.5, documents.make),
     "pictures": (110, pictures.make),
 }

@@ -53,7 +53,7 @@ SCENES = ((14, _kept(shapes.one)), (24, _kept(shapes.some)), (24, _kept(shapes.m
 
 
 # How often in lessons, which have no questions: letters take longest to learn.
-LESSONS = (8, 14, 22, 20, 26, 30, 34, 7, 6)
+LESSONS = (8, 12, 24, 24, 32, 34, 36, 6, 5)
 
 
 def draw_scene(draw: Draw, weights: tuple | None = None):
