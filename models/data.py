@@ -44,7 +44,6 @@ THINKING_PROMPT = "<|im_start|>assistant\n<think>\n"
 PAD = "<|image_pad|>"        # stands for a picture in the text, and for each 32 x 32 pixels of it in a row
 PADDING, TEXT, TARGET = 0, 1, 2  # what a token is to the loss; a target is part of an answer; a picture is padding
 SHORTEST_CONTEXT = 200
-UNIT_TOKENS = 36_864         # of the rows that are packed together by one worker, roughly
 PICTURE_ROW = 576            # tokens of a row of pictures: as many as four of 384 x 384 pixels have
 SIZE, MERGE = 16, 2          # pixels of a patch and patches of a token, across and down
 MISSES = 4                   # examples that find no room, after which a unit counts as full
@@ -130,11 +129,6 @@ class Layout(NamedTuple):
     n_rows: int
     n_tokens: int       # of a row
     picture_rows: int   # of PICTURE_ROW tokens, 4 patches each
-
-    @classmethod
-    def of(cls, n_tokens: int, picture_rows: int) -> "Layout":
-        """Of rows of so many tokens, as many as have about UNIT_TOKENS."""
-        return cls(max(1, round(UNIT_TOKENS / n_tokens)), n_tokens, picture_rows)
 
 
 class Rows(NamedTuple):

@@ -1,9 +1,9 @@
 """Train qengine-10m: tokenizer, data, network, tower, checkpoint, loss curve.
 
-    python models/train.py --start models/qengine-10m-Q8_0.gguf --minutes 12     # on from the shipped file, on an H100
+    python models/train.py --start FILE.gguf --minutes 12.5                       # on from a model file, on an H200
     python models/train.py --minutes 50 --rate 3e-3                              # or from scratch
-    python models/train.py --start FILE --minutes 12 --part 4                    # or the first 4 minutes of it,
-    python models/train.py --minutes 12 --resume checkpoint --out checkpoint-2   # and the others
+    python models/train.py --start FILE.gguf --minutes 12.5 --part 4             # or the first 4 minutes of it,
+    python models/train.py --minutes 12.5 --resume checkpoint --out checkpoint-2    # and the others
     python models/train.py --steps 2 --trial                                     # whether it works, on a CPU
 
 Training text and pictures are made on the fly by models/tasks. At first the tower alone has lessons (lessons.py): it
@@ -65,8 +65,11 @@ class Phase:
         return max(length for start, length in self.contexts if start <= step)
 
 
-PHASES = (Phase(0.0, data.Layout(0, 128, 12), 1, None, 3e-3, 0.2),
-          Phase(0.35, data.Layout(2, 20_480, 12), 2, ((0, 16_800),)))
+# Twice lessons and conversations, as the shipped file was made: the first two were a trial, which went so well that the
+# others went on from it.
+LESSONS, TALKS = data.Layout(0, 128, 12), data.Layout(2, 20_480, 12)
+PHASES = (Phase(0.0, LESSONS, 1, None, 3e-3, 0.2), Phase(0.176, TALKS, 2, ((0, 16_800),), last=1.0),
+          Phase(0.296, LESSONS, 1, None, 2.5e-3, 0.2), Phase(0.517, TALKS, 2, ((0, 16_800),)))
 TRIAL = (Phase(0.0, data.Layout(0, 128, 1), 1, None, 3e-3),
          Phase(0.5, data.Layout(2, 512, 1), 1, ((0, 300),)))     # of --trial
 TRIAL_TEXTS = 1000
@@ -362,18 +365,20 @@ def show_point(point: dict) -> str:
 
 
 def draw_history(history: list, path: Path):
-    """The loss on answers per task over the tokens seen, as a picture."""
+    """The loss on answers per task, and that of lessons, over the minutes of training, as a picture."""
     import matplotlib
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(8, 5), layout="constrained")
     for name in tasks.TASKS:
-        points = [(point["tokens"] / 1e6, point["loss"][name]) for point in history if name in point["loss"]]
+        points = [(point["minutes"], point["loss"][name]) for point in history if name in point["loss"]]
         if points:
             axes.plot(*np.array(points).T, label=name, linewidth=1)
-    axes.set(xlabel="tokens seen (millions)", ylabel="loss per answer token (nats)", yscale="log")
-    axes.legend()
+    axes.plot([point["minutes"] for point in history], [point["lesson"] for point in history], "k--", label="lessons",
+              linewidth=1)
+    axes.set(xlabel="minutes of training", ylabel="loss per answer token, or per label (nats)", yscale="log")
+    axes.legend(loc="upper right", ncols=2)
     axes.grid(alpha=0.3)
     figure.savefig(path, dpi=120)
 

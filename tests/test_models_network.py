@@ -356,10 +356,12 @@ def test_phases_change_the_rows_in_a_run(tokenizer, monkeypatch):
 def test_the_phases_of_the_run():
     """Lessons first, whose steps have as many rows of pictures, so that the tower is compiled once; and rows with room
     for their contexts and what stands around."""
-    lessons, *talks = train.PHASES
-    assert lessons.contexts is None and lessons.start == 0
-    for phase in talks:
-        assert phase.layout.picture_rows * phase.units == 2 * lessons.layout.picture_rows * lessons.units
+    lessons = [phase for phase in train.PHASES if phase.contexts is None]
+    assert train.PHASES[0] is lessons[0] and lessons[0].start == 0
+    assert [phase.start for phase in train.PHASES] == sorted(phase.start for phase in train.PHASES)
+    for phase in set(train.PHASES) - set(lessons):
+        for lesson in lessons:
+            assert phase.layout.picture_rows * phase.units == 2 * lesson.layout.picture_rows * lesson.units
         longest = max(length for _, length in phase.contexts)
         assert phase.layout.n_tokens % 128 == 0
         assert 1.2 * longest + 100 < phase.layout.n_tokens <= network.Shape().context
