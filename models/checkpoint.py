@@ -47,7 +47,8 @@ def save_checkpoint(folder: str | Path, checkpoint: Checkpoint):
     _save(folder, "part", tensors)
     _save(folder, "optimizer", {name: t.bfloat16() for name, t in checkpoint.optimizer.items()})
     checkpoint.tokenizer.save(str(folder / "tokenizer.json"), pretty=False)
-    state = {"shape": dataclasses.asdict(checkpoint.network.shape), "seed": checkpoint.seed, "step": checkpoint.step, "minutes": checkpoint.minutes,
+    state = {"shape": dataclasses.asdict(checkpoint.network.shape), "seed": checkpoint.seed,
+             "step": checkpoint.step, "minutes": checkpoint.minutes,
              "history": checkpoint.history}
     if checkpoint.tower is not None:
         state["tower"] = dataclasses.asdict(checkpoint.tower.shape)

@@ -319,7 +319,8 @@ def main():
     parser.add_argument("--tasks", nargs="+", choices=list(SECTIONS), metavar="SECTION",
                         help=", ".join(SECTIONS))
     parser.add_argument("--n", type=int, default=100, help="examples per task")
-    parser.add_argument("--mmproj", default=TOWER_FILE, help="the file of its tower: that of the shipped model unless given")
+    parser.add_argument("--mmproj", default=TOWER_FILE,
+                        help="the file of its tower: that of the shipped model unless given")
     parser.add_argument("--card", help="as for qengine.py")
     parser.add_argument("--kv", metavar="FORMAT", help="as for qengine.py")
     parser.add_argument("--torch", metavar="CHECKPOINT", nargs="?", const="",

@@ -159,9 +159,9 @@ def _(decay, m, gradient):
 
 
 def _scan(decay, m, r, first):
-    """The recurrence from the state `first`, in groups of about sqrt(chunks): all groups at once compute what becomes of
-    any state, S -> P S + R, chunk by chunk; then group after group has its first state. So many small steps in a row
-    would wait for each other: 320 chunks take 36 steps."""
+    """The recurrence from the state `first`, in groups of about sqrt(chunks): all groups at once compute what becomes
+    of any state, S -> P S + R, chunk by chunk; then group after group has its first state. So 320 chunks take 36 small
+    steps in a row, which wait for each other."""
     n, d = len(r), r.shape[3]
     size = next(size for size in range(math.isqrt(n), 0, -1) if n % size == 0)
     # [size, groups, B heads, ...], and P and R side by side

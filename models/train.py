@@ -7,9 +7,9 @@
     python models/train.py --steps 2 --trial                                     # whether it works, on a CPU
 
 Training text and pictures are made on the fly by models/tasks. At first the tower alone has lessons (lessons.py): it
-tells what each block of a picture shows. Then the network sees what the tower makes of pictures, and both are trained on
-conversations of all tasks, with lessons beside them. A checkpoint is a folder of files of at most 16 MB; it knows how
-much of the run is done, so that parts are one run.
+tells what each block of a picture shows. Then the network sees what the tower makes of pictures, and both are trained
+on conversations of all tasks, with lessons beside them. A checkpoint is a folder of files of at most 16 MB; it knows
+how much of the run is done, so that parts are one run.
 """
 
 import argparse
@@ -384,8 +384,8 @@ def draw_history(history: list, path: Path):
 
 
 def new_checkpoint(seed: int, workers: int, n_texts: int = TOKENIZER_TEXTS, start: str | None = None) -> Checkpoint:
-    """An untrained tower, and the network and the tokenizer of the file `start`, or an untrained network and a tokenizer
-    trained on samples of the text."""
+    """An untrained tower, and the network and the tokenizer of the file `start`, or an untrained network and a
+    tokenizer trained on samples of the text."""
     torch.manual_seed(seed)
     shape = Shape()
     if start:
@@ -406,7 +406,7 @@ def main():
     parser.add_argument("--steps", type=int, help="or for so many steps")
     parser.add_argument("--part", type=float, default=math.inf,
                         help="stop after so many of these minutes or steps, to --resume")
-    parser.add_argument("--start", metavar="FILE", help="a model file whose network and tokenizer a new run begins with")
+    parser.add_argument("--start", metavar="FILE", help="a model file with whose network and tokenizer a run begins")
     parser.add_argument("--resume", metavar="DIR", help="go on from this checkpoint")
     parser.add_argument("--out", metavar="DIR", default="checkpoint", help="where the checkpoint goes")
     parser.add_argument("--rate", type=float, default=RATE,
@@ -414,8 +414,8 @@ def main():
                              "trained before")
     parser.add_argument("--seed", type=int, help="of a new run: 1 unless given")
     parser.add_argument("--trial", action="store_true",
-                        help=f"rows of {TRIAL[1].layout.n_tokens} tokens and few pictures, a tokenizer of {TRIAL_TEXTS} "
-                             "texts, to try it on a CPU")
+                        help=f"rows of {TRIAL[1].layout.n_tokens} tokens and few pictures, a tokenizer of "
+                             f"{TRIAL_TEXTS} texts, to try it on a CPU")
     parser.add_argument("--scores", type=int, default=0,
                         help="held-out examples per task to score at last, none unless given")
     options = parser.parse_args()

@@ -513,7 +513,8 @@ def read_of(blocks: list[dict], **facts) -> str:
         if facts.items() <= block.items():
             for place in range(labels.PLACES):
                 if f"letter{place}" in block:
-                    letters.setdefault(place + labels.PLACES * block[f"group{place}"], set()).add(block[f"letter{place}"])
+                    number = place + labels.PLACES * block[f"group{place}"]
+                    letters.setdefault(number, set()).add(block[f"letter{place}"])
     assert all(len(each) == 1 for each in letters.values()) and sorted(letters) == list(range(len(letters)))
     return "".join(letters[i].pop() for i in range(len(letters)))
 
@@ -538,7 +539,8 @@ def test_labels_say_where_a_thing_is():
     blocks = told(shapes.Shapes(look(256, 320), (thing,), False))
     shown = [divmod(i, 10) for i, block in enumerate(blocks) if block]
     assert [divmod(i, 10) for i, block in enumerate(blocks) if block.get("middle")] == [(1, 8)]
-    assert (1, 8) in shown and len(shown) in range(4, 10) and all(abs(row - 1) < 2 > abs(column - 8) for row, column in shown)
+    assert (1, 8) in shown and len(shown) in range(4, 10)
+    assert all(abs(row - 1) < 2 > abs(column - 8) for row, column in shown)
     assert blocks[18]["cell"] == (2, 0)
 
 

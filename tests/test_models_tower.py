@@ -340,7 +340,8 @@ TINY = network.Shape(n_vocab=512, hidden=32, ffn=64, n_layers=2, attention_inter
 def new_checkpoint(tokenizer):
     torch.manual_seed(0)
     made = dataclasses.replace(SMALL, width=32, ffn=64)
-    return Checkpoint(network.Network(TINY), tokenizer, 1, tower=tower.Tower(made), lessons=lessons.Lessons(TINY.hidden))
+    return Checkpoint(network.Network(TINY), tokenizer, 1, tower=tower.Tower(made),
+                      lessons=lessons.Lessons(TINY.hidden))
 
 
 def test_what_a_picture_shows_changes_what_follows_it_alone(tokenizer, squares):
@@ -399,8 +400,9 @@ def test_what_shows_nothing_counts_little_and_what_is_no_block_nothing():
     labels = torch.zeros(1, 6, len(FACTS), dtype=torch.int64)
     labels[0, 0, 0], labels[0, 3:] = 2, UNUSED
     logits = made.tell(rows)
-    losses = torch.stack([torch.nn.functional.cross_entropy(part, labels.flatten(0, 1)[:, i].clamp(min=0), reduction="none")
-                          for i, part in enumerate(logits.split(lessons.SIZES, 1))], 1)
+    losses = torch.stack([
+        torch.nn.functional.cross_entropy(part, labels.flatten(0, 1)[:, i].clamp(min=0), reduction="none")
+        for i, part in enumerate(logits.split(lessons.SIZES, 1))], 1)
     weights = torch.full((3, len(FACTS)), 0.05)
     weights[0, 0] = 1
     assert made(rows, labels).item() == pytest.approx(((losses[:3] * weights).sum() / weights.sum()).item(), rel=1e-5)

@@ -208,7 +208,8 @@ def _middles(text: str, width: float, font: str, middle: tuple[float, float], tu
     middles = []
     for start, end in zip(ends, ends[1:]):
         along = by * (start + end - ends[-1]) / 2
-        middles.append((middle[0] + along * math.cos(slope), middle[1] - along * math.sin(slope), by * (end - start) / 2))
+        x, y = middle[0] + along * math.cos(slope), middle[1] - along * math.sin(slope)
+        middles.append((x, y, by * (end - start) / 2))
     return middles
 
 

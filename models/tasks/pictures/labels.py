@@ -1,7 +1,7 @@
 """What each block of a picture shows, as numbers: what a tower is taught before it is asked questions.
 
-A canvas notes what is drawn on it and where, see Canvas.notes. Here these notes become a label for each fact of FACTS and
-each block of 32 x 32 pixels, which is what one token of a picture stands for:
+A canvas notes what is drawn on it and where, see Canvas.notes. Here these notes become a label for each fact of FACTS
+and each block of 32 x 32 pixels, which is what one token of a picture stands for:
 
     colour  red         letter0 k    letter1 e    letter2 t
     shape   circle      group0  0    group1  0    group2  0       "ket", the first letters of a text
@@ -39,7 +39,7 @@ FACTS = {
     **{f"group{place}": (0, 1, 2) for place in range(PLACES)},
     "role": ROLES, "length": tuple(range(12)), "last": (True,),
     "number": NUMBERS,              # which line, bar or row it belongs to
-    # Of a bar and its label the length; of a row of a timeline the end, the start and the busy time; of roofs the height.
+    # Of a bar and its label the length; of a timeline's row the end, the start and the busy time; of roofs the height.
     "long": RANKS, "start": RANKS, "busy": RANKS, "tens": (*NUMBERS, 10), "ones": NUMBERS, "passes": NUMBERS,
     "bound": ("memory", "compute"),
 }

@@ -185,7 +185,8 @@ class Roofline:
             tone = _mixed(colour, canvas.paper, 1)
             canvas.line([at(0, self.slope), at(height - self.slope, height), at(100, height)], tone, 2.5)
             if named:
-                facts = {"role": "label", "long": ranks([height for _, height in self.roofs])[self.roofs.index((name, height))]}
+                highest, lowest = height == self.roofs[0][1], height == self.roofs[-1][1]
+                facts = {"role": "label", "long": "most" if highest else "least" if lowest else "between"}
                 canvas.text(right + 5, at(0, height)[1], name, TEXT, tone, anchor=(0, 0.5), facts=facts)
         for name, x, y in self.kernels:
             bound = "memory" if self._bound(x) is MEMORY else "compute"
