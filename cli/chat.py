@@ -12,6 +12,7 @@ import qengine
 from api.chat import boundaries, check_budget
 from api.reply import opening_of
 from engine.images import PAD, Picture, Reader, prompt_fields
+from engine.limits import DEFAULT_MODEL, DEFAULT_PICTURE
 from engine.request import ModelError, Request, RequestError
 from engine.sight import BLIND, limits_for
 from engine.talk import part_of, picture_of, pictures_in
@@ -162,6 +163,8 @@ class Chat:
         if is_typed:
             picture = ", /image FILE shows a picture with the next message" if self.engine.eyes else ""
             qengine.note(f"Ctrl-C stops an answer, Ctrl-D leaves, /help lists commands{picture}.")
+            if self.engine.eyes and DEFAULT_MODEL.name.startswith(self.engine.name):
+                qengine.note(f"To try: /image {os.path.relpath(DEFAULT_PICTURE)}, then: How many circles are there?")
         while True:
             interruptible()
             try:

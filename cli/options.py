@@ -235,7 +235,8 @@ def add_pictures(parser: Parser):
                                "in --chat, /image FILE shows one with the next message")
     pictures.add_argument("--mmproj", metavar="FILE",
                           help="the file with the model's eyes, named as for -m; synthetic for random ones, none for a "
-                               "model that reads text alone (default: of a model of the Hub the one beside it)")
+                               "model that reads text alone (default: of a model of the Hub the one beside it; the "
+                               "small model has its own)")
     pictures.add_argument("--image-tokens", metavar="MIN,MAX", type=image_tokens,
                           help="the fewest and the most tokens that a picture is stretched to, each of 32 x 32 pixels "
                                f"(default: {listed(IMAGE_TOKENS)})")

@@ -9,8 +9,10 @@ VERSION = "0.1.0"
 
 DEFAULT_CTX = 4096          # tokens of a slot, unless the caller names a number or the model was made for fewer
 
-# The small model that comes with qengine.
+# The small model that comes with qengine, the file with its eyes, and a picture to show it.
 DEFAULT_MODEL = Path(__file__).resolve().parents[1] / "models" / "qengine-10m-Q8_0.gguf"
+DEFAULT_EYES = DEFAULT_MODEL.with_name("qengine-10m-mmproj-Q8_0.gguf")
+DEFAULT_PICTURE = DEFAULT_MODEL.with_name("shapes.png")
 
 SPARSE = "off", "ask", "on"             # whether prompts leave out keys: never, where a request asks, unless it refuses
 

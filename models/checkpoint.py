@@ -1,7 +1,7 @@
 """Checkpoints of a training run: a network, its tower, its tokenizer, and what it takes to go on training.
 
 A checkpoint on the disk is a folder of files of at most 16 MB: part-0.safetensors, part-1.safetensors, ...,
-tokenizer.json and state.json.
+tokenizer.json and state.json, and those of the optimisers, without which training goes on with a warm up.
 """
 
 import dataclasses
@@ -11,6 +11,7 @@ from pathlib import Path
 import safetensors.torch
 import tokenizers
 
+from models.lessons import Lessons
 from models.network import Network, Shape
 from models.tower import Tower, TowerShape
 
@@ -27,7 +28,8 @@ class Checkpoint:
     minutes: float = 0.0                                       # of training
     history: list = dataclasses.field(default_factory=list)    # points as `train` makes them
     optimizer: dict = dataclasses.field(default_factory=dict)  # Optimizer.tensors()
-    tower: Tower | None = None                                 # a network that is blind has none
+    tower: Tower | None = None                                 # a network that is blind has none,
+    lessons: Lessons | None = None                             # nor lessons
 
 
 def save_checkpoint(folder: str | Path, checkpoint: Checkpoint):
@@ -39,21 +41,14 @@ def save_checkpoint(folder: str | Path, checkpoint: Checkpoint):
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {f"network.{name}": p.detach().half() for name, p in checkpoint.network.named_parameters()}
-    if checkpoint.tower is not None:
-        tensors |= {f"tower.{name}": p.detach().half() for name, p in checkpoint.tower.named_parameters()}
-    tensors |= {f"optimizer.{name}": t.bfloat16() for name, t in checkpoint.optimizer.items()}
-    parts, size = [{}], 0
-    for name, tensor in tensors.items():
-        size += tensor.nbytes
-        if size > PART_BYTES:
-            parts.append({})
-            size = tensor.nbytes
-        parts[-1][name] = tensor.cpu().contiguous()
-    for i, part in enumerate(parts):
-        safetensors.torch.save_file(part, folder / f"part-{i}.safetensors")
+    for kind in ("tower", "lessons"):
+        if (module := getattr(checkpoint, kind)) is not None:
+            tensors |= {f"{kind}.{name}": p.detach().half() for name, p in module.named_parameters()}
+    _save(folder, "part", tensors)
+    _save(folder, "optimizer", {name: t.bfloat16() for name, t in checkpoint.optimizer.items()})
     checkpoint.tokenizer.save(str(folder / "tokenizer.json"), pretty=False)
-    state = {"shape": dataclasses.asdict(checkpoint.network.shape), "parts": len(parts),
-             "seed": checkpoint.seed, "step": checkpoint.step, "minutes": checkpoint.minutes,
+    state = {"shape": dataclasses.asdict(checkpoint.network.shape), "seed": checkpoint.seed,
+             "step": checkpoint.step, "minutes": checkpoint.minutes,
              "history": checkpoint.history}
     if checkpoint.tower is not None:
         state["tower"] = dataclasses.asdict(checkpoint.tower.shape)
@@ -65,18 +60,36 @@ def load_checkpoint(folder: str | Path) -> Checkpoint:
     folder = Path(folder)
     state = json.loads((folder / "state.json").read_text())
     tensors = {}
-    for i in range(state["parts"]):
-        tensors |= safetensors.torch.load_file(folder / f"part-{i}.safetensors")
+    for path in folder.glob("part-*.safetensors"):
+        tensors |= safetensors.torch.load_file(path)
+    optimizer = {}
+    for path in folder.glob("optimizer-*.safetensors"):
+        optimizer |= safetensors.torch.load_file(path)
     network = Network(Shape(**state["shape"]))
     network.load_parameters(_starting(tensors, "network."))
-    tower = None
+    tower = lessons = None
     if "tower" in state:
-        tower = Tower(TowerShape(**state["tower"]))
+        tower, lessons = Tower(TowerShape(**state["tower"])), Lessons(network.shape.hidden)
         tower.load_state_dict(_starting(tensors, "tower."))
-    optimizer = _starting(tensors, "optimizer.")
+        lessons.load_state_dict(_starting(tensors, "lessons."))
     tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
     return Checkpoint(network, tokenizer, state["seed"], state["step"], state["minutes"], state["history"],
-                      optimizer, tower)
+                      optimizer, tower, lessons)
+
+
+def _save(folder: Path, name: str, tensors: dict):
+    """In files NAME-0, NAME-1, ...; former ones go."""
+    for path in folder.glob(f"{name}-*.safetensors"):
+        path.unlink()
+    parts, size = [{}], 0
+    for key, tensor in tensors.items():
+        size += tensor.nbytes
+        if size > PART_BYTES:
+            parts.append({})
+            size = tensor.nbytes
+        parts[-1][key] = tensor.cpu().contiguous()
+    for i, part in enumerate(parts):
+        safetensors.torch.save_file(part, folder / f"{name}-{i}.safetensors")
 
 
 def _starting(tensors: dict, prefix: str) -> dict:

@@ -6,12 +6,14 @@ whatever the number of worker processes. This file needs no PyTorch.
 """
 
 import collections
+import functools
 import itertools
 import math
 import multiprocessing
 import os
 import random
 import re
+import tempfile
 from typing import NamedTuple
 
 import numpy as np
@@ -19,6 +21,8 @@ import tokenizers
 from tokenizers import AddedToken, Regex, Tokenizer, pre_tokenizers
 
 from models import tasks
+from models.tasks.pictures.labels import UNUSED
+from models.tasks.words import Draw
 
 # How text is cut before byte pairs are merged: the pre-tokenizer that GGUF files call "qwen35".
 PATTERN = (r"'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD]|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}"
@@ -40,7 +44,6 @@ THINKING_PROMPT = "<|im_start|>assistant\n<think>\n"
 PAD = "<|image_pad|>"        # stands for a picture in the text, and for each 32 x 32 pixels of it in a row
 PADDING, TEXT, TARGET = 0, 1, 2  # what a token is to the loss; a target is part of an answer; a picture is padding
 SHORTEST_CONTEXT = 200
-UNIT_TOKENS = 36_864         # of the rows that are packed together by one worker, roughly
 PICTURE_ROW = 576            # tokens of a row of pictures: as many as four of 384 x 384 pixels have
 SIZE, MERGE = 16, 2          # pixels of a patch and patches of a token, across and down
 MISSES = 4                   # examples that find no room, after which a unit counts as full
@@ -86,22 +89,35 @@ def sample_many_texts(seed: int, n: int, n_workers: int) -> list[str]:
     return [text for part in parts for text in part]
 
 
-def encode(tokenizer: Tokenizer, text: str, thinking: bool) -> tuple[list[int], list[int]]:
+def encode(tokenizer: Tokenizer, text: str, thinking: bool, spelled: tuple = ()) -> tuple[list[int], list[int]]:
     """Token ids of a rendered example and what each is to the loss. Answers are encoded apart, as they will be
-    generated: the prompt's "<think>" and newline stay two tokens, whatever the answer begins with."""
+    generated: the prompt's "<think>" and newline stay two tokens, whatever the answer begins with.
+
+    spelled: texts that answers have letter by letter, since they are read from pictures. What is seen there is letters,
+    and which of them are one token in a word nobody can see."""
     pieces, kinds, end = [], [], 0
     answers = [match.span(2) for match in ANSWER.finditer(text)]
     if thinking:
         answers[-1] = text.rindex(THINKING_PROMPT) + len(THINKING_PROMPT), answers[-1][1]
     for start, stop in answers:
-        pieces += [text[end:start], text[start:stop]]
-        kinds += [TEXT, TARGET]
+        answer = _letters(text[start:stop], spelled)
+        pieces += [text[end:start], *answer]
+        kinds += [TEXT, *[TARGET] * len(answer)]
         end = stop
     pieces.append(text[end:])
     kinds.append(TEXT)
     encodings = tokenizer.encode_batch_fast(pieces, add_special_tokens=False)
     ids = [token for encoding in encodings for token in encoding.ids]
     return ids, [kind for kind, encoding in zip(kinds, encodings) for _ in encoding.ids]
+
+
+def _letters(answer: str, spelled: tuple) -> list[str]:
+    """An answer in pieces: each letter of the texts that it has `spelled`, and what stands between them."""
+    if not spelled:
+        return [answer]
+    texts = sorted(map(re.escape, spelled), key=len, reverse=True)
+    parts = re.split(rf"({'|'.join(texts)})", answer)
+    return [piece for i, part in enumerate(parts) for piece in (part if i % 2 else [part]) if piece]
 
 
 # ---- packing -------------------------------------------------------------------------------------------
@@ -114,11 +130,6 @@ class Layout(NamedTuple):
     n_tokens: int       # of a row
     picture_rows: int   # of PICTURE_ROW tokens, 4 patches each
 
-    @classmethod
-    def of(cls, n_tokens: int, picture_rows: int) -> "Layout":
-        """Of rows of so many tokens, as many as have about UNIT_TOKENS."""
-        return cls(max(1, round(UNIT_TOKENS / n_tokens)), n_tokens, picture_rows)
-
 
 class Rows(NamedTuple):
     """Packed documents and their pictures."""
@@ -130,6 +141,7 @@ class Rows(NamedTuple):
     rope: np.ndarray      # int32 [rows, 3, tokens]: rotary positions of time, height and width
     patches: np.ndarray   # uint8 [picture rows, P, 768]: all of red, then green, then blue
     grid: np.ndarray      # int16 [picture rows, P, 5], see models/tower.py
+    labels: np.ndarray    # int8 [picture rows, P / 4, facts] of each block, see tasks/pictures/labels.py
     places: np.ndarray    # int32 [picture rows, P / 4]: of each token of the pictures among those of all rows, or -1
 
     @staticmethod
@@ -160,9 +172,21 @@ def draw(rng: random.Random, longest: int) -> tuple["tasks.Example", int]:
 
 
 def document_of(tokenizer: Tokenizer, example: "tasks.Example", task: int) -> Document:
+    """An example to train on."""
+    ids, kinds = encode(tokenizer, tasks.render(example), example.thinking, example.spelled)
+    return _with_pictures(tokenizer, ids, kinds, example, task)
+
+
+def prompt_of(tokenizer: Tokenizer, example: "tasks.Example") -> Document:
+    """An example up to its answer."""
+    ids = tokenizer.encode(tasks.render(example, for_generation=True), add_special_tokens=False).ids
+    return _with_pictures(tokenizer, ids, [TEXT] * len(ids), example, 0)
+
+
+def _with_pictures(tokenizer: Tokenizer, ids: list, kinds: list, example: "tasks.Example", task: int) -> Document:
     """Behind p rotary positions a picture of rows x columns tokens has time p, height p + row and width p + column, and
     what follows goes on at p + max(rows, columns), as engine/sight.py has it."""
-    ids, kinds = (np.array(each, np.int32) for each in encode(tokenizer, tasks.render(example), example.thinking))
+    ids, kinds = np.array(ids, np.int32), np.array(kinds, np.int32)
     if not example.pictures:
         return Document(ids, kinds, np.broadcast_to(np.arange(len(ids)), (3, len(ids))), task, ())
     sizes = [[side // (SIZE * MERGE) for side in picture.size] for picture in example.pictures]
@@ -229,6 +253,23 @@ def pack(tokenizer: Tokenizer, seed: int, unit: int, longest: int, layout: Layou
     return rows
 
 
+def lesson(seed: int, unit: int, layout: Layout) -> Rows:
+    """Rows of pictures alone, with their labels. Full when MISSES of them have found no room."""
+    rng = random.Random(f"lesson {seed} {unit}")
+    rows, shelves = _empty(layout), Shelves(layout.picture_rows, PICTURE_ROW)
+    misses = number = 0
+    while misses < MISSES:
+        picture = tasks.pictures.draw_scene(Draw(rng, held=False), tasks.pictures.LESSONS)
+        seats = shelves.find(size := [size_of(picture)])
+        if seats is None:
+            misses += 1
+            continue
+        shelves.take(seats, size)
+        _put_picture(rows, picture, seats[0], None, number)
+        number += 1
+    return rows
+
+
 def size_of(picture) -> int:
     """Tokens of a picture."""
     height, width = picture.size
@@ -240,7 +281,8 @@ def _empty(layout: Layout) -> Rows:
     grid = np.full((*patches, 5), -1, np.int16)     # what is in no picture sees its like alone
     rope = np.zeros((layout.n_rows, 3, layout.n_tokens), np.int32)
     pixels = np.zeros((*patches, 3 * SIZE ** 2), np.uint8)
-    return Rows(*(np.zeros(tokens, np.int32) for _ in range(4)), rope, pixels, grid,
+    labels = np.full((layout.picture_rows, PICTURE_ROW, len(tasks.pictures.FACTS)), UNUSED, np.int8)
+    return Rows(*(np.zeros(tokens, np.int32) for _ in range(4)), rope, pixels, grid, labels,
                 np.full((layout.picture_rows, PICTURE_ROW), -1, np.int32))
 
 
@@ -251,16 +293,18 @@ def _put(rows: Rows, document: Document, row: int, start: int):
     rows.rope[row, :, place] = document.rope
 
 
-def _put_picture(rows: Rows, picture, seat: tuple[int, int], first: int, number: int):
-    """first: the place of the picture's first token among those of all rows."""
+def _put_picture(rows: Rows, picture, seat: tuple[int, int], first: int | None, number: int):
+    """first: the place of the picture's first token among those of all rows, if it has one."""
     row, at = seat
-    pixels = picture.draw()
+    pixels, labels = tasks.pictures.labelled(picture)
     patches, places = cut(pixels)
     span = slice(at * MERGE ** 2, at * MERGE ** 2 + len(patches))
     rows.patches[row, span] = patches
     rows.grid[row, span, :2], rows.grid[row, span, 2:4] = places, np.array(pixels.shape[:2]) // SIZE
     rows.grid[row, span, 4] = number
-    rows.places[row, at:at + size_of(picture)] = range(first, first + size_of(picture))
+    rows.labels[row, at:at + size_of(picture)] = labels
+    if first is not None:
+        rows.places[row, at:at + size_of(picture)] = range(first, first + size_of(picture))
 
 
 def cut(pixels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -284,35 +328,61 @@ def _start_worker(tokenizer: str):
     _tokenizer = Tokenizer.from_str(tokenizer)
 
 
-def _pack_in_worker(*arguments) -> Rows:
-    return pack(_tokenizer, *arguments)
+def _make_in_worker(seed: int, unit: int, longest: int | None, layout: Layout, slot: tuple) -> Rows:
+    """A unit whose patches lie in a slot of a file: pixels are too many for a pipe."""
+    rows = lesson(seed, unit, layout) if longest is None else pack(_tokenizer, seed, unit, longest, layout)
+    file, shape, number = slot
+    _slots(file, shape)[number] = rows.patches
+    return rows._replace(patches=None)
 
 
-class Batches:
-    """Iterates over batches of n_units units of rows, made ahead by worker processes.
+@functools.lru_cache(1)
+def _slots(file: str, shape: tuple) -> np.ndarray:
+    return np.memmap(file, np.uint8, "r+", shape=shape)
 
-    longest: function of the step -> tokens of the longest context, roughly.
-    """
 
-    def __init__(self, tokenizer: Tokenizer, seed: int, first_step: int, n_units: int, n_workers: int,
-                 longest, layout: Layout):
-        self.seed, self.n_units, self.longest, self.layout = seed, n_units, longest, layout
-        self.units = itertools.count(first_step * n_units)
-        self.pool = multiprocessing.get_context("spawn").Pool(n_workers, _start_worker, [tokenizer.to_str()])
-        self.pending = collections.deque(self._submit() for _ in range(4 * n_units + 2 * n_workers))
+class Workers:
+    """Processes that make units."""
 
-    def _submit(self):
-        unit = next(self.units)
-        longest = self.longest(unit // self.n_units)
-        return self.pool.apply_async(_pack_in_worker, (self.seed, unit, longest, self.layout))
-
-    def __next__(self) -> Rows:
-        parts = []
-        for _ in range(self.n_units):
-            parts.append(self.pending.popleft().get())
-            self.pending.append(self._submit())
-        return Rows.join(parts)
+    def __init__(self, tokenizer: Tokenizer, n: int):
+        self.n = n
+        self.pool = multiprocessing.get_context("spawn").Pool(n, _start_worker, [tokenizer.to_str()])
 
     def close(self):
         self.pool.terminate()
         self.pool.join()
+
+
+class Batches:
+    """Iterates over batches of n_units units of rows, made ahead by workers.
+
+    longest: function of the step -> tokens of the longest context, roughly; or None for lessons.
+    """
+
+    def __init__(self, workers: Workers, seed: int, first_step: int, n_units: int, longest, layout: Layout):
+        self.pool, self.seed, self.n_units, self.longest, self.layout = workers.pool, seed, n_units, longest, layout
+        self.units = itertools.count(first_step * n_units)
+        n_ahead = 2 * n_units + 2 * workers.n
+        self.file = tempfile.NamedTemporaryFile()
+        self.shape = n_ahead, layout.picture_rows, PICTURE_ROW * MERGE ** 2, 3 * SIZE ** 2
+        self.file.truncate(math.prod(self.shape))
+        self.slots = np.memmap(self.file.name, np.uint8, "r+", shape=self.shape)
+        self.pending = collections.deque(self._submit(slot) for slot in range(n_ahead))
+
+    def _submit(self, slot: int) -> tuple:
+        unit = next(self.units)
+        longest = self.longest and self.longest(unit // self.n_units)
+        place = self.file.name, self.shape, slot
+        return self.pool.apply_async(_make_in_worker, (self.seed, unit, longest, self.layout, place)), slot
+
+    def __next__(self) -> Rows:
+        parts = []
+        for _ in range(self.n_units):
+            made, slot = self.pending.popleft()
+            parts.append(made.get()._replace(patches=self.slots[slot].copy()))
+            self.pending.append(self._submit(slot))
+        return Rows.join(parts) if len(parts) > 1 else parts[0]
+
+    def close(self):
+        """What the workers still make for it is made, and thrown away."""
+        self.file.close()

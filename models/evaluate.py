@@ -163,24 +163,29 @@ def request_of(engine, section, example):
 # ---- PyTorch -------------------------------------------------------------------------------------------
 
 
-def torch_scores(network, tokenizer, n: int, names=None) -> dict:
-    """The same in PyTorch, with each section's drafts, "accepted" of "drafted", and "perplexity". Sections with
-    pictures are left out and named: qengine scores them."""
+def torch_scores(network, tokenizer, n: int, names=None, tower=None) -> dict:
+    """The same in PyTorch, with the drafts of sections without pictures, "accepted" of "drafted", and "perplexity".
+    Sections that need a tower are left out and named where there is none."""
+    from models.data import prompt_of
+
     scores = {}
     for name, (make, length) in sections(names).items():
         if name in tasks.ENFORCED:
             print(f"{name} is left out: qengine enforces schemas", file=sys.stderr, flush=True)
             continue
         examples, started = held_out(name, make, length, n), time.monotonic()
-        if any(example.pictures for example in examples):
-            print(f"{name} is left out: pictures are scored on qengine", file=sys.stderr, flush=True)
+        sees = any(example.pictures for example in examples)
+        if sees and tower is None:
+            print(f"{name} is left out: pictures need a tower", file=sys.stderr, flush=True)
             continue
-        prompts = [to_ids(tokenizer, tasks.render(example, for_generation=True)) for example in examples]
-        answers = generate(network, prompts, tokenizer.token_to_id("<|im_end|>"))
+        prompts = [prompt_of(tokenizer, example) for example in examples]
+        answers = generate(network, prompts, tokenizer.token_to_id("<|im_end|>"), tower=tower)
         texts = [to_text(tokenizer, answer) for answer in answers]
         scores |= score(name, examples, texts)
-        scores[name]["accepted"] = sum(map(lambda *pair: drafts_accepted(network, *pair), prompts, answers))
-        scores[name]["drafted"] = sum(max(0, len(answer) - 1) for answer in answers)
+        if not sees:
+            pairs = zip((prompt.ids.tolist() for prompt in prompts), answers, strict=True)
+            scores[name]["accepted"] = sum(drafts_accepted(network, *pair) for pair in pairs)
+            scores[name]["drafted"] = sum(max(0, len(answer) - 1) for answer in answers)
         note(name, started)
     return scores | {"perplexity": perplexity(network, tokenizer)}
 
@@ -212,38 +217,46 @@ def to_text(tokenizer, ids: list[int]) -> str:
     return tokenizer.decode(ids, skip_special_tokens=False).removesuffix("<|im_end|>")
 
 
-def generate(network, prompts: list[list[int]], end: int, max_tokens: int = MAX_ANSWER) -> list[list[int]]:
-    """Greedy answers to prompts of token ids, `end` included where it came."""
-    by_length = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
+def generate(network, prompts: list, end: int, max_tokens: int = MAX_ANSWER, tower=None) -> list[list[int]]:
+    """Greedy answers to prompts (data.Document), `end` included where it came."""
+    by_length = sorted(range(len(prompts)), key=lambda i: len(prompts[i].ids))
     answers, batch = {}, []
     for i in by_length:
         batch.append(i)
-        if len(batch) == BATCH or len(batch) * len(prompts[i]) > BATCH_TOKENS or i == by_length[-1]:
-            texts = _generate_batch(network, [prompts[i] for i in batch], end, max_tokens)
+        if len(batch) == BATCH or len(batch) * len(prompts[i].ids) > BATCH_TOKENS or i == by_length[-1]:
+            texts = _generate_batch(network, [prompts[i] for i in batch], end, max_tokens, tower)
             answers |= dict(zip(batch, texts, strict=True))
             batch = []
     return [answers[i] for i in range(len(prompts))]
 
 
-def _generate_batch(network, prompts, end, max_tokens):
+def _generate_batch(network, prompts, end, max_tokens, tower=None):
     """Prompts are at the end of their rows; what fills a row before is another document, thus never seen."""
     import torch
 
-    from models.network import CHUNK, dense_mask
+    from models.network import CHUNK, Seen, dense_mask
 
     device = network.output_norm.weight.device
-    width = -(-max(map(len, prompts)) // CHUNK) * CHUNK
+    width = -(-max(len(prompt.ids) for prompt in prompts) // CHUNK) * CHUNK
     ids, position = torch.zeros(2, len(prompts), width, dtype=torch.int64)
+    rope, places, seen = torch.zeros(len(prompts), 3, width, dtype=torch.int64), [], []
     for row, prompt in enumerate(prompts):
-        ids[row, width - len(prompt):] = torch.tensor(prompt)
+        first = width - len(prompt.ids)
+        ids[row, first:] = torch.from_numpy(prompt.ids)
         position[row] = torch.arange(width)
-        position[row, width - len(prompt):] = torch.arange(len(prompt))
-    ids, position = ids.to(device), position.to(device)
+        position[row, first:] = torch.arange(len(prompt.ids))
+        rope[row, :, first:] = torch.from_numpy(prompt.rope.copy())
+        for start, picture in prompt.pictures:
+            seen.append(look_at(tower, picture))
+            places.append(row * width + first + start + torch.arange(len(seen[-1]), device=device))
+    ids, position, rope = (each.to(device) for each in (ids, position, rope))
+    nothing = rope.new_zeros(0), torch.zeros(0, network.shape.hidden, device=device)
+    pictures = (torch.cat(places), torch.cat(seen)) if seen else nothing
     start = (torch.arange(width, device=device) - position)[:, -1]
     caches = [{} for _ in network.trunk]
     tokens, ended = [], torch.zeros(len(prompts), dtype=torch.bool, device=device)
     with torch.inference_mode(), torch.compiler.set_stance("force_eager"):
-        hidden = network.hidden(ids, position, dense_mask(position), caches)[:, -1:]
+        hidden = network.hidden(ids, position, dense_mask(position), caches, Seen(rope, *pictures))[:, -1:]
         for n in range(max_tokens):
             token = network.logits(hidden).argmax(2)
             tokens.append(token)
@@ -252,9 +265,25 @@ def _generate_batch(network, prompts, end, max_tokens):
                 break
             at = torch.arange(width + n + 1, device=device)
             mask = (at >= start[:, None])[:, None, None]
-            hidden = network.hidden(token, position[:, -1:] + n + 1, mask, caches)
+            seen = Seen(rope[..., -1:] + n + 1, *nothing)
+            hidden = network.hidden(token, position[:, -1:] + n + 1, mask, caches, seen)
     answers = torch.cat(tokens, 1).tolist()
     return [answer[:answer.index(end) + 1] if end in answer else answer for answer in answers]
+
+
+def look_at(tower, picture):
+    """The tower's rows [n, hidden] of one picture."""
+    import torch
+
+    from models.data import SIZE, cut
+    from models.tower import dense_picture_mask
+
+    device, pixels = tower.mm["2"].weight.device, picture.draw()
+    patches, places = cut(pixels)
+    size = torch.tensor([pixels.shape[0] // SIZE, pixels.shape[1] // SIZE, 0]).expand(len(places), 3)
+    grid = torch.cat([torch.from_numpy(places), size], 1).to(device)[None]
+    with torch.inference_mode(), torch.compiler.set_stance("force_eager"):
+        return tower(torch.from_numpy(patches).to(device)[None], grid, dense_picture_mask(grid))[0]
 
 
 def drafts_accepted(network, prompt: list[int], answer: list[int]) -> int:
@@ -274,14 +303,14 @@ def drafts_accepted(network, prompt: list[int], answer: list[int]) -> int:
     return sum(drafts[t - 1] == text[t] for t in range(len(prompt) + 1, len(text)))
 
 
-def load(path: str | Path) -> tuple:
-    """(network, tokenizer) of a model file or a checkpoint."""
+def load(path: str | Path, mmproj: str | Path | None = None) -> tuple:
+    """(network, tokenizer, tower or None) of a model file and its tower's, or of a checkpoint."""
     if Path(path).is_dir():
         from models.checkpoint import load_checkpoint
         checkpoint = load_checkpoint(path)
-        return checkpoint.network, checkpoint.tokenizer
-    from models.export import read_gguf, read_tokenizer
-    return read_gguf(path).eval(), read_tokenizer(path)
+        return checkpoint.network, checkpoint.tokenizer, checkpoint.tower
+    from models.export import read_gguf, read_tokenizer, read_tower
+    return read_gguf(path).eval(), read_tokenizer(path), read_tower(mmproj).eval() if mmproj else None
 
 
 def main():
@@ -290,8 +319,8 @@ def main():
     parser.add_argument("--tasks", nargs="+", choices=list(SECTIONS), metavar="SECTION",
                         help=", ".join(SECTIONS))
     parser.add_argument("--n", type=int, default=100, help="examples per task")
-    parser.add_argument("--mmproj", default=TOWER_FILE if TOWER_FILE.exists() else None,
-                        help="the file of its tower; by default that of the shipped model, where it is there")
+    parser.add_argument("--mmproj", default=TOWER_FILE,
+                        help="the file of its tower: that of the shipped model unless given")
     parser.add_argument("--card", help="as for qengine.py")
     parser.add_argument("--kv", metavar="FORMAT", help="as for qengine.py")
     parser.add_argument("--torch", metavar="CHECKPOINT", nargs="?", const="",
@@ -301,9 +330,12 @@ def main():
     if options.torch is not None:
         import torch
 
-        network, tokenizer = load(options.torch or options.model)
-        network.to("cuda" if torch.cuda.is_available() else "cpu")
-        scores = torch_scores(network, tokenizer, options.n, options.tasks)
+        network, tokenizer, tower = load(options.torch or options.model, options.mmproj)
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        network.to(device)
+        if tower is not None:
+            tower.to(device)
+        scores = torch_scores(network, tokenizer, options.n, options.tasks, tower)
     else:
         scores = engine_scores(options.model, options.n, options.tasks, options.card, options.mmproj,
                                options.kv)

@@ -139,11 +139,7 @@ def scan_states(decay: Tensor, m: Tensor, r: Tensor) -> Tensor:
 
     decay [chunks, B, heads, 1, 1]; m, r [chunks, B, heads, d, d]; returns [chunks + 1, B, heads, d, d].
     """
-    states = r.new_zeros(len(r) + 1, *r.shape[1:])
-    for c in range(len(r)):
-        torch.addcmul(r[c], decay[c], states[c], out=states[c + 1])
-        states[c + 1].flatten(0, 1).baddbmm_(m[c].flatten(0, 1), states[c].flatten(0, 1), alpha=-1)
-    return states
+    return _scan(decay, m, r, torch.zeros_like(r[0]))
 
 
 @scan_states.register_fake
@@ -154,17 +150,34 @@ def _(decay, m, r):
 @torch.library.custom_op("qengine::scan_gradients", mutates_args=())
 def scan_gradients(decay: Tensor, m: Tensor, gradient: Tensor) -> Tensor:
     """The same recurrence backwards: each state's own gradient plus that through all later states."""
-    total = gradient.clone(memory_format=torch.contiguous_format)
-    for c in reversed(range(len(m))):
-        total[c].addcmul_(decay[c], total[c + 1])
-        transposed = m[c].flatten(0, 1).transpose(1, 2)
-        total[c].flatten(0, 1).baddbmm_(transposed, total[c + 1].flatten(0, 1), alpha=-1)
-    return total
+    return _scan(decay.flip(0), m.flip(0).transpose(3, 4), gradient[:-1].flip(0), gradient[-1]).flip(0)
 
 
 @scan_gradients.register_fake
 def _(decay, m, gradient):
     return torch.empty_like(gradient, memory_format=torch.contiguous_format)
+
+
+def _scan(decay, m, r, first):
+    """The recurrence from the state `first`, in groups of about sqrt(chunks): all groups at once compute what becomes
+    of any state, S -> P S + R, chunk by chunk; then group after group has its first state. So 320 chunks take 36 small
+    steps in a row, which wait for each other."""
+    n, d = len(r), r.shape[3]
+    size = next(size for size in range(math.isqrt(n), 0, -1) if n % size == 0)
+    # [size, groups, B heads, ...], and P and R side by side
+    decay, m, r = (x.reshape(n // size, size, -1, *x.shape[3:]).transpose(0, 1).contiguous() for x in (decay, m, r))
+    both = r.new_empty(*r.shape[:4], 2 * d)
+    now = torch.cat([torch.eye(d, dtype=r.dtype, device=r.device).expand_as(r[0]), torch.zeros_like(r[0])], 3)
+    for c in range(size):
+        now = now * decay[c] - m[c] @ now
+        now[..., d:] += r[c]
+        both[c] = now
+    product, rest = both.transpose(0, 1).split(d, 4)
+    starts = [first.flatten(0, 1)]
+    for group in range(n // size):
+        starts.append(torch.baddbmm(rest[group, -1], product[group, -1], starts[-1]))
+    states = product @ torch.stack(starts[:-1])[:, None] + rest
+    return torch.cat([starts[0][None], states.flatten(0, 1)]).view(n + 1, *first.shape)
 
 
 def _scan_setup(ctx, inputs, output):

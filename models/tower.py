@@ -115,9 +115,11 @@ class Tower(nn.Module):
             elif parameter.ndim == 2:
                 parameter.normal_(std=parameter.shape[1] ** -0.5)
 
-    def forward(self, patches, grid) -> Tensor:
-        """float [R, P / 4, hidden] of the patches' pixels uint8 [R, P, 768], all of red, then green, then blue."""
-        mask = block_picture_mask(grid) if patches.is_cuda else dense_picture_mask(grid)
+    def forward(self, patches, grid, mask=None) -> Tensor:
+        """float [R, P / 4, hidden] of the patches' pixels uint8 [R, P, 768], all of red, then green, then blue.
+        mask: where it is not the one that is fastest for rows of many pictures."""
+        if mask is None:
+            mask = block_picture_mask(grid) if patches.is_cuda else dense_picture_mask(grid)
         x = self.v.patch_embd(patches.float() * (2 / 255) - 1).float()      # the residual stream is float32
         x = x + positions(self.v.position_embd.weight, grid)
         for block in self.v.blk:

@@ -1,23 +1,29 @@
-"""Train qengine-10m from scratch: tokenizer, data, network, tower, checkpoint, loss curve.
+"""Train qengine-10m: tokenizer, data, network, tower, checkpoint, loss curve.
 
-    python models/train.py --minutes 50                        # all of it at once, on an H100 or H200
-    python models/train.py --minutes 50 --part 25              # or the first 25 minutes of it,
-    python models/train.py --minutes 50 --part 25 --resume checkpoint --out checkpoint-2    # and 25 more
-    python models/train.py --steps 2 --trial                   # whether it works, on a CPU
+    python models/train.py --start FILE.gguf --minutes 12.5                       # on from a model file, on an H200
+    python models/train.py --minutes 50 --rate 3e-3                              # or from scratch
+    python models/train.py --start FILE.gguf --minutes 12.5 --part 4             # or the first 4 minutes of it,
+    python models/train.py --minutes 12.5 --resume checkpoint --out checkpoint-2    # and the others
+    python models/train.py --steps 2 --trial                                     # whether it works, on a CPU
 
-Training text and pictures are made on the fly by models/tasks. A checkpoint is a folder of files of at most 16 MB; it
-knows how much of the run is done, so that parts are one run. Rows are short at first and long at last, see PHASES: a
-step has about as many tokens in each phase, and a part that ends where a phase does compiles for one shape alone.
+Training text and pictures are made on the fly by models/tasks. At first the tower alone has lessons (lessons.py): it
+tells what each block of a picture shows. Then the network sees what the tower makes of pictures, and both are trained
+on conversations of all tasks, with lessons beside them. A checkpoint is a folder of files of at most 16 MB; it knows
+how much of the run is done, so that parts are one run.
 """
 
 import argparse
+import collections
+import concurrent.futures
 import dataclasses
 import json
 import math
 import os
+import random
 import sys
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -26,16 +32,21 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from models import data, tasks  # noqa: E402
 from models.checkpoint import Checkpoint, load_checkpoint, save_checkpoint  # noqa: E402
 from models.evaluate import show_scores, torch_scores  # noqa: E402
+from models.export import read_gguf, read_tokenizer  # noqa: E402
+from models.lessons import Lessons, show_facts  # noqa: E402
 from models.network import Network, Seen, Shape  # noqa: E402
 from models.tower import Tower, TowerShape  # noqa: E402
 
 TOKENIZER_TEXTS = 40_000
 TEXT_WEIGHT = 0.1            # of a token outside the answers, in the loss
 MTP_WEIGHT = 0.3             # of the MTP block's loss
+LESSON_WEIGHT = 0.5          # of the lessons' loss beside that of conversations
+ROW_LENGTH = 2.0             # root mean square of a tower's row, by that of an embedding: a row says more than a token
+RATE = 1e-3                  # of conversations, at most; from scratch 3e-3
 WARM_UP_STEPS = 50
-COOLDOWN = 0.65              # share of a run in which the learning rate falls to 0
-REPORT_STEPS = 20            # between two points of the loss history
-UNITS = 4                    # of rows in a step
+COOLDOWN = 0.65              # share of a phase in which the learning rate falls
+REPORT_STEPS = 20            # between two points of the loss history; five times as many in lessons
+KEPT = 200                   # units of lessons that are looked at again
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,16 +55,23 @@ class Phase:
 
     start: float            # the share of the run that is done when it begins
     layout: data.Layout
-    contexts: tuple         # from which step on, contexts of up to how many tokens, which may be a fifth more
+    units: int              # of rows in a step
+    contexts: tuple | None = None   # from which step on, contexts of up to how many tokens; None: lessons
+    rate: float | None = None       # at most, where it is not the run's
+    last: float = 0.0       # share of the rate that is left at its end
 
     def longest_context(self, step: int) -> int:
-        """Short contexts first: copying is learnt there, then far away."""
+        """Tokens, which may be a fifth more."""
         return max(length for start, length in self.contexts if start <= step)
 
 
-PHASES = (Phase(0.0, data.Layout.of(4608, 6), ((0, 600), (300, 1500), (600, 3700))),
-          Phase(0.5, data.Layout.of(20_480, 2), ((0, 16_800),)))
-TRIAL = (Phase(0.0, data.Layout(2, 512, 1), ((0, 300),)),)     # of --trial
+# Twice lessons and conversations, as the shipped file was made: the first two were a trial, which went so well that the
+# others went on from it.
+LESSONS, TALKS = data.Layout(0, 128, 12), data.Layout(2, 20_480, 12)
+PHASES = (Phase(0.0, LESSONS, 1, None, 3e-3, 0.2), Phase(0.176, TALKS, 2, ((0, 16_800),), last=1.0),
+          Phase(0.296, LESSONS, 1, None, 2.5e-3, 0.2), Phase(0.517, TALKS, 2, ((0, 16_800),)))
+TRIAL = (Phase(0.0, data.Layout(0, 128, 1), 1, None, 3e-3),
+         Phase(0.5, data.Layout(2, 512, 1), 1, ((0, 300),)))     # of --trial
 TRIAL_TEXTS = 1000
 
 
@@ -96,7 +114,8 @@ def orthogonalize(x: torch.Tensor) -> torch.Tensor:
     return (y if wide else y.mT).float()
 
 
-NOT_MATRICES = ("token_embd.weight", "output.weight", "position_embd.weight")   # rows that stand for themselves
+# Rows that stand for themselves.
+NOT_MATRICES = ("token_embd.weight", "output.weight", "position_embd.weight", "told.weight")
 
 
 class Optimizer:
@@ -126,7 +145,10 @@ class Optimizer:
             kept |= {f"adam.{i}.{key}": state[key] for key in ("exp_avg", "exp_avg_sq")}
         return kept
 
-    def load(self, tensors: dict[str, torch.Tensor], step: int):
+    def load(self, tensors: dict[str, torch.Tensor], step: int) -> bool:
+        """Goes on from what was remembered after so many steps, or tells that there is nothing."""
+        if not tensors:
+            return False
         for (rows, columns), buffer in self.muon.buffers.items():
             buffer.copy_(tensors[f"muon.{rows}x{columns}"])
         state = self.adam.state_dict()
@@ -134,83 +156,165 @@ class Optimizer:
             state["state"][i] = {key: tensors[f"adam.{i}.{key}"].float() for key in ("exp_avg", "exp_avg_sq")}
             state["state"][i]["step"] = torch.tensor(float(step))
         self.adam.load_state_dict(state)
+        return True
 
 
 # ---- training ------------------------------------------------------------------------------------------
 
 
+def on(device: str, *arrays: np.ndarray | torch.Tensor) -> list[torch.Tensor]:
+    """Copies that do not wait for what the device does."""
+    return [pinned(device, array).to(device, non_blocking=True) for array in arrays]
+
+
+def pinned(device: str, array: np.ndarray | torch.Tensor) -> torch.Tensor:
+    """In memory from which a card reads by itself."""
+    if isinstance(array, torch.Tensor):
+        return array
+    return torch.from_numpy(array).pin_memory() if device == "cuda" else torch.from_numpy(array)
+
+
+class Ahead:
+    """Batches of rows, of which the next is fetched while a step runs: the pixels of one take milliseconds to copy."""
+
+    def __init__(self, batches: data.Batches, device: str):
+        self.batches, self.device = batches, device
+        self.thread = concurrent.futures.ThreadPoolExecutor(1)
+        self.next = self.thread.submit(self._fetch)
+
+    def _fetch(self) -> data.Rows:
+        rows = next(self.batches)
+        return rows._replace(patches=pinned(self.device, rows.patches))
+
+    def __next__(self) -> data.Rows:
+        rows, self.next = self.next.result(), self.thread.submit(self._fetch)
+        return rows
+
+    def close(self):
+        self.thread.shutdown()
+        self.batches.close()
+
+
 def seen_by(tower: Tower, rows: data.Rows, device: str) -> Seen:
     """The pictures of packed rows, as the network takes them."""
+    return _seen(tower(*_pictures(rows, device)), rows, device)
+
+
+def _pictures(rows: data.Rows, device: str) -> tuple[torch.Tensor, torch.Tensor]:
+    patches, grid = on(device, rows.patches, rows.grid)
+    return patches, grid.long()
+
+
+def _seen(made: torch.Tensor, rows: data.Rows, device: str) -> Seen:
+    """made: the tower's rows [picture rows, P / 4, hidden]."""
     tokens = np.flatnonzero(rows.places >= 0)
-    tokens, places, rope, patches, grid = (
-        torch.from_numpy(array).to(device, non_blocking=True)
-        for array in (tokens, rows.places.reshape(-1)[tokens].astype(np.int64), rows.rope, rows.patches, rows.grid))
-    made = tower(patches, grid.long()).flatten(0, 1)
-    return Seen(rope.long(), places, made.index_select(0, tokens))
+    tokens, places, rope = on(device, tokens, rows.places.reshape(-1)[tokens].astype(np.int64), rows.rope)
+    return Seen(rope.long(), places, made.flatten(0, 1).index_select(0, tokens))
 
 
-def weighted_losses(network: Network, tower: Tower, rows: data.Rows, device: str):
-    """(loss to minimise, [sums of the answers' losses per task, their counts], MTP loss on answers)."""
-    ids, position, kind, task = (torch.from_numpy(array).to(device, torch.int64, non_blocking=True)
-                                 for array in rows[:4])
+class Sums(NamedTuple):
+    """What a step adds to a point of the history."""
+
+    tasks: torch.Tensor     # sums of the answers' losses per task, and their counts
+    draft: torch.Tensor     # the MTP loss on answers
+    lesson: torch.Tensor    # the loss of lessons
+
+
+def weighted_losses(checkpoint: Checkpoint, rows: data.Rows, device: str) -> tuple[torch.Tensor, Sums]:
+    """(loss to minimise, what is told of it) of conversations with their pictures."""
+    network = checkpoint.network
+    ids, position, kind, task, labels = (each.long() for each in on(device, *rows[:4], rows.labels))
     targets, kind, task = ids.roll(-1, 1), kind.roll(-1, 1), task.roll(-1, 1)
     kind = kind * (position.roll(-1, 1) != 0)  # nothing predicts another document's first token
     with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
-        loss, draft_loss = network(ids, position, targets, seen_by(tower, rows, device))
+        made = checkpoint.tower(*_pictures(rows, device))
+        loss, draft_loss = network(ids, position, targets, _seen(made, rows, device))
+        lesson = checkpoint.lessons(made, labels)
     weight = torch.where(kind == data.TARGET, 1.0, TEXT_WEIGHT * (kind == data.TEXT))
     total = ((loss + MTP_WEIGHT * draft_loss) * weight).sum() / weight.sum().clamp(min=1)
     answers = (kind == data.TARGET).float()
     sums = torch.bincount(task.flatten(), (loss.detach() * answers).flatten(), len(tasks.TASKS))
     counts = torch.bincount(task.flatten(), answers.flatten(), len(tasks.TASKS))
     on_answers = (draft_loss.detach() * answers).sum() / answers.sum().clamp(min=1)
-    return total, torch.stack([sums, counts]), on_answers
+    return total + LESSON_WEIGHT * lesson, Sums(torch.stack([sums, counts]), on_answers, lesson.detach())
 
 
-def rate_factor(done: float, cooldown: float) -> float:
-    """The learning rate factor when `done` of a run is done: 1, then a line to 0 over its last `cooldown`."""
-    return min(1.0, max(0.0, 1 - done) / cooldown) if cooldown else 1.0
+class Pupil:
+    """Gives a tower lessons: each step has a unit of new pictures and one that was there before."""
+
+    def __init__(self, checkpoint: Checkpoint, device: str):
+        self.checkpoint, self.device = checkpoint, device
+        self.rng, self.kept = random.Random(f"kept {checkpoint.seed} {checkpoint.step}"), collections.deque(maxlen=KEPT)
+        length = checkpoint.network.token_embd.weight.square().mean().sqrt().item()
+        checkpoint.lessons.length = ROW_LENGTH * length
+
+    def losses(self, rows: data.Rows) -> tuple[torch.Tensor, Sums]:
+        new = on(self.device, rows.patches, rows.grid, rows.labels)
+        self.kept.append(new)
+        patches, grid, labels = (torch.cat(pair) for pair in zip(new, self.rng.choice(self.kept)))
+        with torch.autocast(self.device, torch.bfloat16, enabled=self.device == "cuda"):
+            self.made, self.labels = self.checkpoint.tower(patches, grid.long()), labels.long()
+            loss = self.checkpoint.lessons(self.made, self.labels)
+        none = torch.zeros(2, len(tasks.TASKS), device=self.device)
+        return loss, Sums(none, torch.zeros((), device=self.device), loss.detach())
+
+    def right(self) -> list:
+        """How well each fact of the last step was told, [right, of]."""
+        return self.checkpoint.lessons.right(self.made.detach(), self.labels).tolist()
 
 
-def train(checkpoint: Checkpoint, steps: int | None, minutes: float | None, *, cooldown: float = COOLDOWN,
-          phases: tuple[Phase, ...] = PHASES, units: int = UNITS, rate: float = 3e-3, workers: int = 1,
-          device: str = "cpu", log=print, part: float = math.inf):
-    """Train the checkpoint's network and tower, in place, on to so many steps or minutes in all, or for a part of them.
-    units: of rows in a step."""
-    network, tower = (each.to(device).train() for each in (checkpoint.network, checkpoint.tower))
-    optimizer = Optimizer(network, tower)
-    if checkpoint.optimizer:
-        optimizer.load(checkpoint.optimizer, checkpoint.step)
+def rate_factor(done: float, last: float, cooldown: float = COOLDOWN) -> float:
+    """The learning rate factor when `done` of a phase is done: 1, then a line to `last` over its last `cooldown`."""
+    return 1 - (1 - last) * max(0.0, done - 1 + cooldown) / cooldown
+
+
+def train(checkpoint: Checkpoint, steps: int | None, minutes: float | None, *, phases: tuple[Phase, ...] = PHASES,
+          rate: float = RATE, workers: int = 1, device: str = "cpu", log=print, part: float = math.inf):
+    """Train the checkpoint's network and tower, in place, on to so many steps or minutes in all, or for a part of
+    them."""
+    for each in (checkpoint.network, checkpoint.tower, checkpoint.lessons):
+        each.to(device).train()
     progress = Progress(checkpoint, log)
     started, first_step = time.monotonic() - 60 * checkpoint.minutes, checkpoint.step
     stop = part + (checkpoint.step if steps else checkpoint.minutes)
-    phase, batches = None, None
+    crew = data.Workers(checkpoint.tokenizer, workers)
+    phase, batches, optimizer = None, None, None
     try:
         while (done := checkpoint.step if steps else checkpoint.minutes) < min(stop, steps or minutes):
             done /= steps or minutes
             if phase is not (phase := [each for each in phases if each.start <= done][-1]):
                 if batches:
+                    progress.report()
                     batches.close()
-                batches = data.Batches(checkpoint.tokenizer, checkpoint.seed, checkpoint.step, units, workers,
-                                       phase.longest_context, phase.layout)
-            now = rate * min(1, (checkpoint.step + 1) / WARM_UP_STEPS) * rate_factor(done, cooldown)
+                    checkpoint.optimizer = {}
+                batches = Ahead(data.Batches(crew, checkpoint.seed, checkpoint.step, phase.units,
+                                             phase.contexts and phase.longest_context, phase.layout), device)
+                pupil = None if phase.contexts else Pupil(checkpoint, device)
+                optimizer = Optimizer(checkpoint.tower, checkpoint.lessons, *([] if pupil else [checkpoint.network]))
+                begun = -WARM_UP_STEPS if optimizer.load(checkpoint.optimizer, checkpoint.step) else checkpoint.step
+                end = min([each.start for each in phases if each.start > phase.start], default=1.0)
+            now = (phase.rate or rate) * min(1, (checkpoint.step - begun + 1) / WARM_UP_STEPS) * rate_factor(
+                (done - phase.start) / (end - phase.start), phase.last)
             asked = time.monotonic()
             rows = next(batches)
             progress.waited += time.monotonic() - asked
-            loss, task_sums, draft_loss = weighted_losses(network, tower, rows, device)
+            loss, sums = pupil.losses(rows) if pupil else weighted_losses(checkpoint, rows, device)
             loss.backward()
             optimizer.step(now)
             checkpoint.step += 1
             checkpoint.minutes = (time.monotonic() - started) / 60
-            progress.add(rows.ids.size, task_sums, draft_loss, now)
+            progress.add(rows, sums, now)
             if checkpoint.step == first_step + 1:
                 log(show_point(progress.point()))
-            if checkpoint.step % REPORT_STEPS == 0:
-                progress.report()
-        progress.report()
+            if checkpoint.step % (REPORT_STEPS * (5 if pupil else 1)) == 0:
+                progress.report(pupil.right() if pupil else None)
+        progress.report(pupil and pupil.right())
     finally:  # also what an error in the data leaves can be saved
         if batches:
             batches.close()
-        checkpoint.optimizer = optimizer.tensors()
+        crew.close()
+        if optimizer:
+            checkpoint.optimizer = optimizer.tensors()
 
 
 class Progress:
@@ -218,63 +322,82 @@ class Progress:
 
     def __init__(self, checkpoint: Checkpoint, log):
         self.checkpoint, self.log = checkpoint, log
-        self.tokens = checkpoint.history[-1]["tokens"] if checkpoint.history else 0
+        last = checkpoint.history[-1] if checkpoint.history else {"tokens": 0, "pictures": 0}
+        self.tokens, self.pictures = last["tokens"], last["pictures"]
         self._begin()
 
     def _begin(self):
-        self.started, self.waited, self.first, self.sums = time.monotonic(), 0.0, self.tokens, 0
+        self.started, self.waited, self.sums = time.monotonic(), 0.0, []
+        self.first = self.tokens, self.pictures
 
-    def add(self, n_tokens: int, task_sums, draft_loss, rate: float):
+    def add(self, rows: data.Rows, sums: Sums, rate: float):
         """Of a step. What it `waited` for data, in seconds, is added by the caller."""
-        self.tokens += n_tokens
-        self.sums, self.draft_loss, self.rate = self.sums + task_sums, draft_loss, rate
+        self.tokens += rows.ids.size
+        self.pictures += int(sum(len(np.unique(each[each >= 0])) for each in rows.grid[:, ::4, 4]))
+        self.sums.append(sums)
+        self.rate = rate
 
     def point(self) -> dict:
-        means = dict(zip(tasks.TASKS, (self.sums[0] / self.sums[1]).tolist()))
+        sums, counts = sum(each.tasks for each in self.sums)
+        means = dict(zip(tasks.TASKS, (sums / counts).tolist()))
         seconds = time.monotonic() - self.started
-        return {"step": self.checkpoint.step, "tokens": self.tokens, "rate": self.rate,
-                "speed": (self.tokens - self.first) / seconds, "waited": self.waited / seconds,
-                "mtp": self.draft_loss.item(),
+        return {"step": self.checkpoint.step, "tokens": self.tokens, "pictures": self.pictures, "rate": self.rate,
+                "minutes": self.checkpoint.minutes,
+                "speed": (self.tokens - self.first[0]) / seconds, "seen": (self.pictures - self.first[1]) / seconds,
+                "waited": self.waited / seconds, "mtp": self.sums[-1].draft.item(),
+                "lesson": sum(each.lesson for each in self.sums).item() / len(self.sums),
                 "loss": {name: mean for name, mean in means.items() if not math.isnan(mean)}}
 
-    def report(self):
-        if self.tokens > self.first:
-            self.checkpoint.history.append(self.point())
+    def report(self, right: list | None = None):
+        """right: how well a tower told each fact."""
+        if self.sums:
+            self.checkpoint.history.append(self.point() | ({"right": right} if right else {}))
             self.log(show_point(self.checkpoint.history[-1]))
             self._begin()
 
 
 def show_point(point: dict) -> str:
     losses = " ".join(f"{name} {loss:.3f}" for name, loss in point["loss"].items())
-    return (f"step {point['step']}: {point['tokens'] / 1e6:.1f} M tokens, {point['speed'] / 1e3:.0f} k/s, "
-            f"{point['waited']:.0%} waiting for data, rate {point['rate']:.1e}, mtp {point['mtp']:.3f}, {losses}")
+    return (f"step {point['step']}: {60 * point['minutes']:.0f} s, {point['tokens'] / 1e6:.1f} M tokens, "
+            f"{point['speed'] / 1e3:.0f} k/s, {point['pictures'] / 1e3:.0f} k pictures, {point['seen']:.0f}/s, "
+            f"{point['waited']:.0%} waiting for data, rate {point['rate']:.1e}, lesson {point['lesson']:.3f}, "
+            f"mtp {point['mtp']:.3f}, {losses} {show_facts(point.get('right', []))}")
 
 
 def draw_history(history: list, path: Path):
-    """The loss on answers per task over the tokens seen, as a picture."""
+    """The loss on answers per task, and that of lessons, over the minutes of training, as a picture."""
     import matplotlib
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(8, 5), layout="constrained")
     for name in tasks.TASKS:
-        points = [(point["tokens"] / 1e6, point["loss"][name]) for point in history if name in point["loss"]]
+        points = [(point["minutes"], point["loss"][name]) for point in history if name in point["loss"]]
         if points:
             axes.plot(*np.array(points).T, label=name, linewidth=1)
-    axes.set(xlabel="tokens seen (millions)", ylabel="loss per answer token (nats)", yscale="log")
-    axes.legend()
+    axes.plot([point["minutes"] for point in history], [point["lesson"] for point in history], "k--", label="lessons",
+              linewidth=1)
+    axes.set(xlabel="minutes of training", ylabel="loss per answer token, or per label (nats)", yscale="log")
+    axes.legend(loc="upper right", ncols=2)
     axes.grid(alpha=0.3)
     figure.savefig(path, dpi=120)
 
 
-def new_checkpoint(seed: int, workers: int, n_texts: int = TOKENIZER_TEXTS) -> Checkpoint:
-    """An untrained network and tower, and a tokenizer trained on samples of the text."""
+def new_checkpoint(seed: int, workers: int, n_texts: int = TOKENIZER_TEXTS, start: str | None = None) -> Checkpoint:
+    """An untrained tower, and the network and the tokenizer of the file `start`, or an untrained network and a
+    tokenizer trained on samples of the text."""
     torch.manual_seed(seed)
     shape = Shape()
-    texts = data.sample_many_texts(seed, n_texts, workers)
-    tokenizer = data.train_tokenizer(texts, shape.n_vocab)
-    print(f"tokenizer: {tokenizer.get_vocab_size()} tokens from {len(texts)} texts", flush=True)
-    return Checkpoint(Network(shape), tokenizer, seed, tower=Tower(TowerShape(hidden=shape.hidden)))
+    if start:
+        tokenizer, old = read_tokenizer(start), read_gguf(start)
+        network = Network(dataclasses.replace(old.shape, context=shape.context))
+        network.load_parameters(dict(old.named_parameters()))
+    else:
+        texts = data.sample_many_texts(seed, n_texts, workers)
+        tokenizer, network = data.train_tokenizer(texts, shape.n_vocab), Network(shape)
+        print(f"tokenizer: {tokenizer.get_vocab_size()} tokens from {len(texts)} texts", flush=True)
+    hidden = network.shape.hidden
+    return Checkpoint(network, tokenizer, seed, tower=Tower(TowerShape(hidden=hidden)), lessons=Lessons(hidden))
 
 
 def main():
@@ -283,16 +406,16 @@ def main():
     parser.add_argument("--steps", type=int, help="or for so many steps")
     parser.add_argument("--part", type=float, default=math.inf,
                         help="stop after so many of these minutes or steps, to --resume")
-    parser.add_argument("--cooldown", type=float, default=COOLDOWN,
-                        help=f"the share of the run in which the rate falls to 0: {COOLDOWN} unless given")
+    parser.add_argument("--start", metavar="FILE", help="a model file with whose network and tokenizer a run begins")
     parser.add_argument("--resume", metavar="DIR", help="go on from this checkpoint")
     parser.add_argument("--out", metavar="DIR", default="checkpoint", help="where the checkpoint goes")
-    parser.add_argument("--units", type=int, help=f"of about {data.UNIT_TOKENS:,} tokens a step: {UNITS} unless given")
-    parser.add_argument("--rate", type=float, default=3e-3, help="learning rate")
+    parser.add_argument("--rate", type=float, default=RATE,
+                        help=f"learning rate of conversations: {RATE} unless given, which is for a network that was "
+                             "trained before")
     parser.add_argument("--seed", type=int, help="of a new run: 1 unless given")
     parser.add_argument("--trial", action="store_true",
-                        help=f"one unit of {TRIAL[0].layout.n_rows} rows of {TRIAL[0].layout.n_tokens} tokens per "
-                             f"step, a tokenizer of {TRIAL_TEXTS} texts, to try it on a CPU")
+                        help=f"rows of {TRIAL[1].layout.n_tokens} tokens and few pictures, a tokenizer of "
+                             f"{TRIAL_TEXTS} texts, to try it on a CPU")
     parser.add_argument("--scores", type=int, default=0,
                         help="held-out examples per task to score at last, none unless given")
     options = parser.parse_args()
@@ -300,30 +423,30 @@ def main():
         parser.error("give --minutes or --steps")
     if options.resume and options.seed is not None:
         parser.error("the seed is that of the checkpoint to resume")
-    if options.units is not None and options.units < 1:
-        parser.error("--units is 1 or more")
+    if options.resume and options.start:
+        parser.error("the checkpoint to resume has its own network: leave --start out")
     if Path(options.out).exists() and options.out != options.resume:
         parser.error(f"{options.out} exists already")
-    phases, units, n_texts = (TRIAL, 1, TRIAL_TEXTS) if options.trial else (PHASES, UNITS, TOKENIZER_TEXTS)
+    phases, n_texts = (TRIAL, TRIAL_TEXTS) if options.trial else (PHASES, TOKENIZER_TEXTS)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     workers = max(1, os.cpu_count() - 2)
     torch.set_float32_matmul_precision("high")
     checkpoint = (load_checkpoint(options.resume) if options.resume else
-                  new_checkpoint(1 if options.seed is None else options.seed, workers, n_texts))
+                  new_checkpoint(1 if options.seed is None else options.seed, workers, n_texts, options.start))
     if checkpoint.tower is None:
         parser.error(f"{options.resume} has no tower, which is trained together with the network")
     if device == "cuda":
         checkpoint.network.compile_blocks()
         checkpoint.tower.compile_blocks()
+        checkpoint.lessons.compile_loss()
     try:
-        train(checkpoint, options.steps, options.minutes, cooldown=options.cooldown, phases=phases,
-              units=options.units or units, rate=options.rate, workers=workers, device=device,
-              log=lambda line: print(line, flush=True), part=options.part)
+        train(checkpoint, options.steps, options.minutes, phases=phases, rate=options.rate, workers=workers,
+              device=device, log=lambda line: print(line, flush=True), part=options.part)
     finally:
         save_checkpoint(options.out, checkpoint)
     draw_history(checkpoint.history, Path(options.out) / "loss.png")
     if options.scores:
-        scores = torch_scores(checkpoint.network, checkpoint.tokenizer, options.scores)
+        scores = torch_scores(checkpoint.network, checkpoint.tokenizer, options.scores, tower=checkpoint.tower)
         (Path(options.out) / "scores.json").write_text(json.dumps(scores, indent=1))
         print(show_scores(scores))
 

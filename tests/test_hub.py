@@ -25,6 +25,7 @@ import qengine
 from cli.main import main
 from engine import hub as ours
 from engine.hub import EYES, HubName, chosen, local_eyes, local_path, models_in
+from engine.limits import DEFAULT_EYES, DEFAULT_MODEL
 from engine.request import ModelError
 from tests.clients import HI, app_of
 from tests.models import TINY
@@ -323,6 +324,13 @@ def test_eyes_that_are_named_must_be_there(hub, tmp_path):
     _, said, _ = ask_for_eyes(hub, tmp_path, "hf:us/Private")
     assert "HF_TOKEN" in said
     assert local_eyes("somewhere/mmproj.gguf", "hf:us/Tiny-GGUF", print) == "somewhere/mmproj.gguf"
+
+
+def test_the_model_that_comes_with_qengine_sees_by_itself():
+    """Unless someone wants it blind; a copy of it elsewhere has no eyes."""
+    assert local_eyes(None, DEFAULT_MODEL, print) == local_eyes(None, str(DEFAULT_MODEL), print) == DEFAULT_EYES
+    assert local_eyes("none", DEFAULT_MODEL, print) is local_eyes(None, "elsewhere/" + DEFAULT_MODEL.name, print) is None
+    assert DEFAULT_EYES.exists()
 
 
 @pytest.mark.parametrize("name", ["us/Gated", "us/Private"])

@@ -14,7 +14,7 @@ pytest.importorskip("safetensors", reason="models/requirements.txt is not instal
 
 import qengine  # noqa: E402
 from engine.tokenizer import load_tokenizer
-from models import data, evaluate, export, network, tasks, tower, train  # noqa: E402
+from models import data, evaluate, export, lessons, network, tasks, tower, train  # noqa: E402
 from models.checkpoint import Checkpoint, load_checkpoint, save_checkpoint  # noqa: E402
 from tests.oracle import oracle_npz, oracle_path  # noqa: E402
 from tests.training import assert_same_mask, relative
@@ -24,6 +24,7 @@ TINY = network.Shape(n_vocab=512, hidden=32, ffn=64, n_layers=2, attention_inter
                      rope_dim=16, linear_head_dim=16)  # no file has such heads, but it learns fast
 TINY_TOWER = tower.TowerShape(width=32, n_blocks=2, n_heads=2, ffn=64, side=4, hidden=32)
 SHORT = data.Layout(2, 512, 0)     # no pictures: see tests/test_models_tower.py
+PHASE = train.Phase(0.0, SHORT, 1, ((0, 200),), last=1.0)
 
 
 def random_network(shape=SMALL, seed=0):
@@ -50,8 +51,9 @@ def delta_rule_inputs(length, n_k=2, n_v=4, dim=32, seed=0):
     return [x.requires_grad_() for x in (q * dim ** -0.5, k, v, g, torch.rand_like(g.detach()))]
 
 
-@pytest.mark.parametrize("length", [64, 192])
+@pytest.mark.parametrize("length", [64, 192, 768])
 def test_chunked_delta_rule_is_the_recurrence(length):
+    """Of one chunk, of three that are a group, and of four groups of three."""
     inputs = delta_rule_inputs(length)
     o, state = network.chunked_delta_rule(*inputs)
     o_ref, state_ref = network.recurrent_delta_rule(*inputs)
@@ -153,7 +155,8 @@ def test_generation_continues_as_the_whole_text_would():
     """Prompts of several lengths in a batch, token by token from the cache, against a pass over all of it."""
     net = random_network()
     prompts = [torch.randint(512, (n,)).tolist() for n in (5, 64, 130)]
-    answers = evaluate.generate(net, prompts, end=-1, max_tokens=12)
+    documents = [data.Document(np.array(ids), None, np.tile(np.arange(len(ids)), (3, 1)), 0, ()) for ids in prompts]
+    answers = evaluate.generate(net, documents, end=-1, max_tokens=12)
     for prompt, answer in zip(prompts, answers, strict=True):
         greedy = all_logits(net, prompt + answer)[0].argmax(1).tolist()
         assert greedy[len(prompt) - 1:-1] == answer
@@ -193,7 +196,7 @@ def test_examples_begin_with_the_tokens_of_their_prompt(tokenizer):
     rng, n_thinking = random.Random(5), 0
     for example in (data.draw(rng, 300)[0] for _ in range(400)):
         if example.document is None:
-            ids, kinds = data.encode(tokenizer, tasks.render(example), example.thinking)
+            ids, kinds = data.encode(tokenizer, tasks.render(example), example.thinking)    # not spelled
             prompt = tokenizer.encode(tasks.render(example, for_generation=True), add_special_tokens=False).ids
             assert ids[:len(prompt)] == prompt
             answer = tokenizer.encode(tasks.own_answer(example), add_special_tokens=False).ids
@@ -221,13 +224,21 @@ def test_rows_hold_whole_documents(tokenizer):
                 assert found in drawn and (task[start:end] == task[start]).all()
 
 
+class NoWorkers:
+    def __init__(self, tokenizer, n):
+        self.n = n
+
+    def close(self):
+        pass
+
+
 @pytest.fixture()
 def few_rows(monkeypatch, tokenizer):
     """Batches of two short rows, made in this process: eight that repeat."""
     units = [data.pack(tokenizer, 1, unit, 200, SHORT) for unit in range(8)]
 
     class Batches:
-        def __init__(self, tokenizer, seed, first_step, n_units, *_):
+        def __init__(self, workers, seed, first_step, n_units, *_):
             self.step, self.n_units = first_step, n_units
 
         def __next__(self):
@@ -237,18 +248,20 @@ def few_rows(monkeypatch, tokenizer):
         def close(self):
             pass
     monkeypatch.setattr(data, "Batches", Batches)
+    monkeypatch.setattr(data, "Workers", NoWorkers)
     monkeypatch.setattr(train, "REPORT_STEPS", 2)
     monkeypatch.setattr(train, "WARM_UP_STEPS", 4)
 
 
 def new_checkpoint(tokenizer, seed=3):
     torch.manual_seed(seed)
-    return Checkpoint(network.Network(TINY), tokenizer, seed, tower=tower.Tower(TINY_TOWER))
+    return Checkpoint(network.Network(TINY), tokenizer, seed, tower=tower.Tower(TINY_TOWER),
+                      lessons=lessons.Lessons(TINY.hidden))
 
 
 def run(checkpoint, part=math.inf):
     """40 steps: five times the eight batches, after which the losses have fallen by more than one nat."""
-    train.train(checkpoint, 40, None, cooldown=0, units=1, rate=1e-2, log=lambda line: None, part=part)
+    train.train(checkpoint, 40, None, phases=(PHASE,), rate=1e-2, log=lambda line: None, part=part)
 
 
 def mean_losses(checkpoint):
@@ -281,7 +294,8 @@ def test_parts_have_one_schedule(unit, few_rows, tokenizer, monkeypatch):
         checkpoint = new_checkpoint(tokenizer)
         monkeypatch.setattr(train, "time", types.SimpleNamespace(monotonic=lambda: 60 * checkpoint.step))
         for part in parts:
-            train.train(checkpoint, **length, cooldown=0.5, units=1, log=lambda line: None, part=part)
+            train.train(checkpoint, **length, phases=(dataclasses.replace(PHASE, last=0.0),), log=lambda line: None,
+                        part=part)
         return [point["rate"] for point in checkpoint.history]
     assert rates(4, 99) == rates(99) and len(rates(99)) == 6
     assert max(rates(99)) > rates(99)[-1] > 0
@@ -289,19 +303,29 @@ def test_parts_have_one_schedule(unit, few_rows, tokenizer, monkeypatch):
 
 def test_progress_counts_tokens_and_reports_the_last_steps(few_rows, tokenizer):
     checkpoint, lines = new_checkpoint(tokenizer), []
-    train.train(checkpoint, 3, None, cooldown=0, units=1, log=lines.append)
+    train.train(checkpoint, 3, None, phases=(PHASE,), log=lines.append)
     assert [point["step"] for point in checkpoint.history] == [2, 3]
     assert [line.split(":")[0] for line in lines] == ["step 1", "step 2", "step 3"]
-    train.train(checkpoint, 4, None, cooldown=0, units=2, log=lines.append)  # other batches from here on
+    two = dataclasses.replace(PHASE, units=2)
+    train.train(checkpoint, 4, None, phases=(two,), log=lines.append)  # other batches from here on
     assert [point["tokens"] for point in checkpoint.history] == [2048, 3072, 5120]
 
 
 def test_batches_are_units_in_their_order(tokenizer):
-    batches = data.Batches(tokenizer, 1, 3, 2, 1, lambda step: 200, SHORT)
-    rows = next(batches)
+    """With their pictures; then units of another kind by the same workers."""
+    workers, layout = data.Workers(tokenizer, 1), data.Layout(2, 512, 1)
+    batches = data.Batches(workers, 1, 3, 2, lambda step: 200, layout)
+    rows = [next(batches) for _ in range(3)]
     batches.close()
-    units = [data.pack(tokenizer, 1, unit, 200, SHORT) for unit in (6, 7)]
-    assert rows.ids.shape == (4, 512) and all(map(np.array_equal, rows, data.Rows.join(units)))
+    lessons = data.Batches(workers, 1, 0, 1, None, data.Layout(0, 128, 1))
+    first = next(lessons)
+    workers.close()
+    lessons.close()
+    for step, found in enumerate(rows, 3):
+        units = [data.pack(tokenizer, 1, unit, 200, layout) for unit in (2 * step, 2 * step + 1)]
+        assert found.ids.shape == (4, 512) and all(map(np.array_equal, found, data.Rows.join(units)))
+    assert any(found.patches.any() for found in rows)
+    assert all(map(np.array_equal, first, data.lesson(1, 0, data.Layout(0, 128, 1))))
 
 
 def test_phases_change_the_rows_in_a_run(tokenizer, monkeypatch):
@@ -309,7 +333,7 @@ def test_phases_change_the_rows_in_a_run(tokenizer, monkeypatch):
     made = []
 
     class Batches:
-        def __init__(self, tokenizer, seed, step, units, workers, longest, layout):
+        def __init__(self, workers, seed, step, units, longest, layout):
             self.layout = layout
             made.append((step, layout.n_tokens, longest(step)))
 
@@ -319,25 +343,32 @@ def test_phases_change_the_rows_in_a_run(tokenizer, monkeypatch):
         def close(self):
             made.append("closed")
     monkeypatch.setattr(data, "Batches", Batches)
-    phases = (train.Phase(0, SHORT, ((0, 100), (1, 200))), train.Phase(0.5, data.Layout(1, 1024, 0), ((0, 900),)))
+    monkeypatch.setattr(data, "Workers", NoWorkers)
+    phases = (train.Phase(0, SHORT, 1, ((0, 100), (1, 200))),
+              train.Phase(0.5, data.Layout(1, 1024, 0), 1, ((0, 900),)))
     checkpoint = new_checkpoint(tokenizer)
-    train.train(checkpoint, 4, None, phases=phases, units=1, log=lambda line: None, part=3)
+    train.train(checkpoint, 4, None, phases=phases, log=lambda line: None, part=3)
     assert made == [(0, 512, 100), "closed", (2, 1024, 900), "closed"]
-    train.train(checkpoint, 4, None, phases=phases, units=1, log=lambda line: None)
+    train.train(checkpoint, 4, None, phases=phases, log=lambda line: None)
     assert made[4:] == [(3, 1024, 900), "closed"]
 
 
 def test_the_phases_of_the_run():
-    """Every phase has about as many tokens in a unit, and rows with room for its contexts and what stands around."""
-    for phase in train.PHASES:
-        assert phase.layout.n_rows * phase.layout.n_tokens == pytest.approx(data.UNIT_TOKENS, rel=0.15)
+    """Lessons first, whose steps have as many rows of pictures, so that the tower is compiled once; and rows with room
+    for their contexts and what stands around."""
+    lessons = [phase for phase in train.PHASES if phase.contexts is None]
+    assert train.PHASES[0] is lessons[0] and lessons[0].start == 0
+    assert [phase.start for phase in train.PHASES] == sorted(phase.start for phase in train.PHASES)
+    for phase in set(train.PHASES) - set(lessons):
+        for lesson in lessons:
+            assert phase.layout.picture_rows * phase.units == 2 * lesson.layout.picture_rows * lesson.units
         longest = max(length for _, length in phase.contexts)
         assert phase.layout.n_tokens % 128 == 0
         assert 1.2 * longest + 100 < phase.layout.n_tokens <= network.Shape().context
 
 
 @pytest.mark.parametrize("options, complaint", [
-    ([], "--minutes or --steps"), (["--steps", "2", "--units", "0"], "--units"),
+    ([], "--minutes or --steps"), (["--steps", "2", "--resume", "x", "--start", "y"], "--start"),
     (["--steps", "2", "--resume", "x", "--seed", "1"], "seed"),
     (["--steps", "2", "--out", "."], "exists")])
 def test_options_that_are_refused(options, complaint, monkeypatch, capsys):
@@ -348,9 +379,10 @@ def test_options_that_are_refused(options, complaint, monkeypatch, capsys):
 
 
 def test_cooldown():
-    factors = [train.rate_factor(done, 0.4) for done in (0, 0.5, 0.6, 0.8, 1)]
+    factors = [train.rate_factor(done, 0, 0.4) for done in (0, 0.5, 0.6, 0.8, 1)]
     np.testing.assert_allclose(factors, [1, 1, 1, 0.5, 0], atol=1e-9)
-    assert train.rate_factor(0.99, 0) == 1
+    factors = [train.rate_factor(done, 0.2, 0.4) for done in (0, 0.6, 0.8, 1)]
+    np.testing.assert_allclose(factors, [1, 1, 0.6, 0.2], atol=1e-9)
 
 
 # ---- export --------------------------------------------------------------------------------------------
@@ -384,7 +416,8 @@ def test_exported_tokenizer(exported, tokenizer):
 
 
 def test_a_files_tokenizer_and_network_can_be_scored(exported, tokenizer, monkeypatch):
-    net, read = evaluate.load(exported[1])
+    net, read, tower_read = evaluate.load(exported[1])
+    assert tower_read is None
     for text in data.sample_texts(2, 20):
         ids = evaluate.to_ids(tokenizer, text)
         assert evaluate.to_ids(read, text) == ids

@@ -19,7 +19,8 @@ import pytest
 from models import tasks
 from models.tasks import judge, pictures
 from models.tasks.example import text_of
-from models.tasks.pictures import canvas, charts, plots, shapes, writing
+from models.tasks.pictures import canvas, charts, labels, plots, shapes, writing
+from models.tasks.pictures.labels import FACTS
 from models.tasks.pictures.questions import UNSEEN, Words, texts
 from models.tasks.words import LANGUAGES, Draw
 
@@ -491,3 +492,100 @@ def test_the_sheet_is_drawn(tmp_path):
     subprocess.run([sys.executable, "-m", "models.tasks.pictures", str(out)], check=True,
                    cwd=Path(tasks.__file__).parents[2])
     assert out.stat().st_size > 100_000
+
+
+# ------------------------------------------------------------------------------------------------------
+# Labels
+# ------------------------------------------------------------------------------------------------------
+
+
+def told(scene) -> list[dict]:
+    """Of each block of a scene what its labels say."""
+    pixels, table = pictures.labelled(scene)
+    assert np.array_equal(pixels, scene.draw()) and table.shape == (pixels.size // 3 // 32 ** 2, len(FACTS))
+    return [{fact: values[label - 1] for (fact, values), label in zip(FACTS.items(), row) if label} for row in table]
+
+
+def read_of(blocks: list[dict], **facts) -> str:
+    """The text whose letters are in the blocks that say this."""
+    letters = {}
+    for block in blocks:
+        if facts.items() <= block.items():
+            for place in range(labels.PLACES):
+                if f"letter{place}" in block:
+                    number = place + labels.PLACES * block[f"group{place}"]
+                    letters.setdefault(number, set()).add(block[f"letter{place}"])
+    assert all(len(each) == 1 for each in letters.values()) and sorted(letters) == list(range(len(letters)))
+    return "".join(letters[i].pop() for i in range(len(letters)))
+
+
+@pytest.mark.parametrize("number", [0, 1, 2])
+def test_labels_say_of_each_thing_what_it_is_and_how_many_are_like_it(number):
+    for scene in scenes(number, 30):
+        blocks, n = told(scene), len(scene.things)
+        middles = [block for block in blocks if block.get("middle")]
+        assert n - 1 <= len(middles) <= n       # two of them may share a block
+        kinds = Counter((thing.colour, thing.shape) for thing in scene.things)
+        for block in middles:
+            kind = block["colour"], block["shape"]
+            assert block["all"] == n and block["alike"] == kinds[kind]
+            assert block["of_colour"] == sum(times for (colour, _), times in kinds.items() if colour == kind[0])
+            assert block["of_shape"] == sum(times for (_, shape), times in kinds.items() if shape == kind[1])
+        assert {(block["colour"], block["shape"]) for block in blocks if block} == set(kinds)
+
+
+def test_labels_say_where_a_thing_is():
+    thing = shapes.Thing("red", "circle", 0.8, 0.2, 0.1, 0)
+    blocks = told(shapes.Shapes(look(256, 320), (thing,), False))
+    shown = [divmod(i, 10) for i, block in enumerate(blocks) if block]
+    assert [divmod(i, 10) for i, block in enumerate(blocks) if block.get("middle")] == [(1, 8)]
+    assert (1, 8) in shown and len(shown) in range(4, 10)
+    assert all(abs(row - 1) < 2 > abs(column - 8) for row, column in shown)
+    assert blocks[18]["cell"] == (2, 0)
+
+
+@pytest.mark.parametrize("number", [3, 4, 5])
+def test_labels_spell_what_is_written(number):
+    for scene in scenes(number, 30):
+        blocks, last = told(scene), len(scene.lines) - 1
+        for i, line in enumerate(scene.lines):
+            if scene.height > 30 or len(scene.lines) == 1:      # lower lines share blocks
+                of_line = [block for block in blocks if block.get("role") == f"line {i}"]
+                assert {block["length"] for block in of_line} == {len(line.text)}
+                assert {block["colour"] for block in of_line} == {line.colour}
+                assert all(block.get("last", False) == (i == last) for block in of_line)
+        if len(scene.lines) == 1:
+            assert read_of(blocks, role="line 0") == scene.lines[0].text
+
+
+def test_labels_tell_the_longest_bar():
+    read = 0
+    for scene in scenes(6):
+        blocks, values = told(scene), dict(zip(scene.labels, scene.values))
+        label = max(values, key=values.get)
+        longest = [block for block in blocks if block.get("long") == "most" and block.get("role") == "label"]
+        assert longest and {(10 * block["tens"] + block["ones"]) for block in longest} == {values[label]}
+        assert all(block["all"] == len(values) for block in longest)
+        read += read_of(blocks, long="most", role="label") == label
+    assert read == len(scenes(6))
+
+
+def test_labels_of_plots():
+    for scene in scenes(7):
+        ends = [row[-1][1] for row in scene.rows]
+        last = {block["number"] - 1 for block in told(scene) if block.get("long") == "most"}
+        assert last <= {i for i, end in enumerate(ends) if end == max(ends)} and last
+    for scene in scenes(8):
+        bounds = {block["bound"] for block in told(scene) if "bound" in block}
+        assert bounds == {"memory" if scene._bound(x) is plots.MEMORY else "compute" for _, x, _ in scene.kernels}
+
+
+def test_answers_spell_what_they_read():
+    seen = Counter()
+    for example in examples(False):
+        for text in example.spelled:
+            assert len(text) > 1 and any(text in text_of(message["content"]) for message in example.messages)
+            seen[text.isdigit()] += 1
+        if example.expect["kind"] == "read" and len(example.expect["text"]) > 1:
+            assert example.expect["text"] in example.spelled
+    assert min(seen.values()) > 50 and len(seen) == 2

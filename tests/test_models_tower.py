@@ -15,8 +15,10 @@ from engine.sight import PromptPictures
 from engine.vision import FileVisionWeights
 from engine.vision import Tower as EngineTower
 from kernels import patches
-from models import data, evaluate, export, network, tasks, tower, train  # noqa: E402
+from models import data, evaluate, export, lessons, network, tasks, tower, train  # noqa: E402
 from models.checkpoint import Checkpoint, load_checkpoint, save_checkpoint  # noqa: E402
+from models.tasks.pictures import canvas
+from models.tasks.pictures.labels import FACTS, UNUSED
 from tests.oracle import oracle_npz, oracle_path  # noqa: E402
 from tests.training import assert_same_mask, relative
 
@@ -31,6 +33,17 @@ class Square:
     size: tuple
     colour: tuple
     seed: int = 0
+    notes = ()
+
+    @property
+    def look(self):
+        return canvas.Look(*self.size, False, self.seed)
+
+    def paint(self):
+        return self
+
+    def finish(self):
+        return self.draw()
 
     def draw(self):
         noise = np.random.default_rng(self.seed).integers(-40, 40, (*self.size, 3))
@@ -238,6 +251,32 @@ def test_the_tower_of_the_model_fits_its_file(tmp_path):
     assert (tmp_path / "mmproj.gguf").stat().st_size <= 6_000_000
 
 
+def test_answers_to_pictures_continue_as_the_whole_would(tokenizer, squares):
+    """Prompts with pictures in a batch, token by token from the cache, against a pass over all of each."""
+    torch.manual_seed(2)
+    net, made = network.Network(dataclasses.replace(TINY, n_layers=4)).eval(), random_tower()
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    rng = random.Random(1)
+    prompts = [data.prompt_of(tokenizer, example) for example in (make(rng), make_text(rng), make(rng), make(rng))]
+    assert sum(len(prompt.pictures) for prompt in prompts) > 3
+    answers = evaluate.generate(net, prompts, end=-1, max_tokens=6, tower=made)
+    for prompt, answer in zip(prompts, answers, strict=True):
+        n = len(prompt.ids)
+        ids = torch.tensor([prompt.ids.tolist() + answer + [0] * (-(n + len(answer)) % network.CHUNK)])
+        position = torch.arange(ids.shape[1])[None]
+        rope = np.concatenate([prompt.rope, np.tile(prompt.rope[:, -1:] + 1 + np.arange(ids.shape[1] - n), (1, 1))], 1)
+        seen = [(start + torch.arange(data.size_of(picture)), evaluate.look_at(made, picture))
+                for start, picture in prompt.pictures]
+        places, rows = zip(*seen) if seen else ((torch.zeros(0, dtype=torch.int64),), (torch.zeros(0, TINY.hidden),))
+        with torch.no_grad():
+            hidden = net.hidden(ids, position, network.dense_mask(position), None,
+                                network.Seen(torch.from_numpy(rope)[None], torch.cat(places), torch.cat(rows)))
+            greedy = net.logits(hidden)[0].argmax(1).tolist()
+        assert greedy[n - 1:n - 1 + len(answer)] == answer
+
+
 # ---- packing -------------------------------------------------------------------------------------------
 
 
@@ -301,7 +340,8 @@ TINY = network.Shape(n_vocab=512, hidden=32, ffn=64, n_layers=2, attention_inter
 def new_checkpoint(tokenizer):
     torch.manual_seed(0)
     made = dataclasses.replace(SMALL, width=32, ffn=64)
-    return Checkpoint(network.Network(TINY), tokenizer, 1, tower=tower.Tower(made))
+    return Checkpoint(network.Network(TINY), tokenizer, 1, tower=tower.Tower(made),
+                      lessons=lessons.Lessons(TINY.hidden))
 
 
 def test_what_a_picture_shows_changes_what_follows_it_alone(tokenizer, squares):
@@ -332,16 +372,55 @@ def test_what_a_picture_shows_changes_what_follows_it_alone(tokenizer, squares):
     assert torch.equal(draft, draft_after)          # of the picture itself the draft block sees its tokens alone
 
 
+def test_lessons_teach_a_tower(tokenizer):
+    """What labels say is told of other pictures, too, by rows as long as they are to be."""
+    units = [data.lesson(1, unit, data.Layout(0, 128, 1)) for unit in range(2)]
+    assert (units[0].places == -1).all() and not units[0].ids.size
+    again = data.lesson(1, 0, data.Layout(0, 128, 1))
+    assert all(map(np.array_equal, units[0], again)) and not np.array_equal(units[0].patches, units[1].patches)
+    used = units[0].grid[:, ::4, 4] >= 0
+    assert ((units[0].labels[..., 0] != UNUSED) == used).all() and (units[0].labels > 0).any((0, 1)).mean() > 0.6
+    checkpoint = new_checkpoint(tokenizer)
+    pupil, lengths = train.Pupil(checkpoint, "cpu"), []
+    optimizer, losses = train.Optimizer(checkpoint.tower, checkpoint.lessons), []
+    for step in range(12):
+        loss, sums = pupil.losses(units[step % 2])
+        loss.backward()
+        optimizer.step(1e-2)
+        losses.append(sums.lesson.item())
+        lengths.append(pupil.made.detach()[0][torch.from_numpy(used[0])].square().mean(1).sqrt().mean().item())
+    right, of = np.array(pupil.right()).sum(0)
+    assert losses[-1] < 0.75 * losses[0] and 0 < right < of and len(pupil.kept) == 12
+    assert checkpoint.lessons.length < lengths[-1] < 0.9 * lengths[0]
+
+
+def test_what_shows_nothing_counts_little_and_what_is_no_block_nothing():
+    torch.manual_seed(0)
+    made, rows = lessons.Lessons(8, 2.0), 2 * torch.nn.functional.normalize(torch.randn(1, 6, 8), dim=2) * 8 ** 0.5
+    labels = torch.zeros(1, 6, len(FACTS), dtype=torch.int64)
+    labels[0, 0, 0], labels[0, 3:] = 2, UNUSED
+    logits = made.tell(rows)
+    losses = torch.stack([
+        torch.nn.functional.cross_entropy(part, labels.flatten(0, 1)[:, i].clamp(min=0), reduction="none")
+        for i, part in enumerate(logits.split(lessons.SIZES, 1))], 1)
+    weights = torch.full((3, len(FACTS)), 0.05)
+    weights[0, 0] = 1
+    assert made(rows, labels).item() == pytest.approx(((losses[:3] * weights).sum() / weights.sum()).item(), rel=1e-5)
+    longer = made(3 * rows, labels).item() - made(rows, labels).item()
+    assert longer == pytest.approx(4 * lessons.LENGTH_WEIGHT, rel=1e-4)     # (3 - 1) squared
+    assert made.right(rows, labels)[:, 1].tolist() == [1] + [0] * (len(FACTS) - 1)
+
+
 def test_colours_are_learnt(tokenizer, squares, monkeypatch):
     """An even guess has 1.4 nats a word. What is learnt is in the pictures: other pictures are answered wrongly."""
     monkeypatch.setattr(data, "PICTURE_ROW", 144)
     units = [data.pack(tokenizer, 1, unit, 200, data.Layout(1, 1024, 1)) for unit in range(9)]
     checkpoint = new_checkpoint(tokenizer)
-    optimizer = train.Optimizer(checkpoint.network, checkpoint.tower)
+    optimizer = train.Optimizer(checkpoint.network, checkpoint.tower, checkpoint.lessons)
 
     def losses(rows):
-        loss, sums, _ = train.weighted_losses(checkpoint.network, checkpoint.tower, rows, "cpu")
-        return loss, (sums[0] / sums[1])[0].item()
+        loss, sums = train.weighted_losses(checkpoint, rows, "cpu")
+        return loss, (sums.tasks[0] / sums.tasks[1])[0].item()
     for step in range(150):
         losses(units[step % 8])[0].backward()
         optimizer.step(1e-2)
@@ -360,24 +439,27 @@ def test_a_trial_trains_and_goes_on(tmp_path, monkeypatch, capsys):
         monkeypatch.setattr("sys.argv", ["train.py", "--trial", "--out", str(tmp_path / "checkpoint"), *options])
         train.main()
         return load_checkpoint(tmp_path / "checkpoint")
-    first = run("--steps", "2")
-    second = run("--steps", "3", "--resume", str(tmp_path / "checkpoint"))
-    assert (first.step, second.step) == (2, 3) and second.history[:1] == first.history
-    assert [point["tokens"] for point in second.history] == [2048, 3072]
+    first = run("--steps", "4", "--part", "3")
+    second = run("--steps", "4", "--resume", str(tmp_path / "checkpoint"))
+    assert (first.step, second.step) == (3, 4) and second.history[:2] == first.history
+    assert [(point["step"], point["tokens"]) for point in second.history] == [(2, 0), (3, 1024), (4, 2048)]
+    assert [bool(point["loss"]) for point in second.history] == [False, True, True]     # lessons first
+    assert second.history[0]["pictures"] > 0 < second.history[0]["lesson"]
     assert second.tower.shape.hidden == TINY.hidden and "waiting for data" in capsys.readouterr().out
-    save_checkpoint(tmp_path / "blind", dataclasses.replace(second, tower=None))
+    save_checkpoint(tmp_path / "blind", dataclasses.replace(second, tower=None, lessons=None))
     with pytest.raises(SystemExit):
-        run("--steps", "4", "--resume", str(tmp_path / "blind"), "--out", str(tmp_path / "other"))
+        run("--steps", "5", "--resume", str(tmp_path / "blind"), "--out", str(tmp_path / "other"))
     assert "no tower" in capsys.readouterr().err
 
 
 def test_checkpoints_keep_the_tower(tokenizer, tmp_path):
     checkpoint = new_checkpoint(tokenizer)
-    checkpoint.optimizer = train.Optimizer(checkpoint.network, checkpoint.tower).tensors()
+    checkpoint.optimizer = train.Optimizer(checkpoint.network, checkpoint.tower, checkpoint.lessons).tensors()
     save_checkpoint(tmp_path / "seeing", checkpoint)
-    save_checkpoint(tmp_path / "blind", dataclasses.replace(checkpoint, tower=None))
+    save_checkpoint(tmp_path / "blind", dataclasses.replace(checkpoint, tower=None, lessons=None))
     loaded = load_checkpoint(tmp_path / "seeing")
     assert loaded.tower.shape == checkpoint.tower.shape and loaded.optimizer.keys() == checkpoint.optimizer.keys()
     for name, values in checkpoint.tower.named_parameters():
         assert relative(loaded.tower.get_parameter(name), values) < 1e-3 if values.any() else True
-    assert load_checkpoint(tmp_path / "blind").tower is None
+    assert relative(loaded.lessons.told.weight, checkpoint.lessons.told.weight) < 1e-3
+    assert load_checkpoint(tmp_path / "blind").tower is None is load_checkpoint(tmp_path / "blind").lessons

@@ -28,17 +28,17 @@ __all__ = ["ENFORCED", "LATER", "NEW_WORDS", "SIGHT", "TASKS", "Example", "asks_
 
 # name: (how often, generator)
 TASKS = {
-    "facts": (34, facts.make),
-    "self": (9, facts.make_self),
-    "recall": (12, recall.make),
-    "people": (6, people.make),
-    "tools": (30, tools.make),
-    "json": (8, structured.make),
-    "objects": (6, objects.make),
+    "facts": (32, facts.make),
+    "self": (8, facts.make_self),
+    "recall": (4, recall.make),
+    "people": (9, people.make),
+    "tools": (32, tools.make),
+    "json": (7, structured.make),
+    "objects": (8, objects.make),
     "reasoning": (8, reasoning.make),
-    "lists": (8, lists.make),
-    "text": (3, documents.make),
-    "pictures": (34, pictures.make),
+    "lists": (10, lists.make),
+    "text": (0.5, documents.make),
+    "pictures": (110, pictures.make),
 }
 
 

@@ -40,6 +40,7 @@ class Example:
     contents  what was drawn under the held-out rule (tasks/words.py)
     document  the text of a plain document
     pictures  a Picture for each {"type": "image"} of the messages, in their order
+    spelled   texts that answers read from pictures: their tokens are single letters, see data.encode
     """
 
     messages: list
@@ -51,10 +52,11 @@ class Example:
     contents: tuple = ()
     document: str | None = None
     pictures: tuple[Picture, ...] = ()
+    spelled: tuple[str, ...] = ()
 
 
 def chat(draw, lang: str, task: str, turns: list, expect: dict, system: str | None = None, tools=None,
-         *, thought: str = "", thinking: bool | None = None, pictures: tuple = ()) -> Example:
+         *, thought: str = "", thinking: bool | None = None, pictures: tuple = (), spelled: tuple = ()) -> Example:
     """An example from turns: strings, the user's and the assistant's in alternation, or whole messages.
 
     thought: what the assistant thinks first when it is told to think, nothing mostly.
@@ -68,7 +70,8 @@ def chat(draw, lang: str, task: str, turns: list, expect: dict, system: str | No
         thinking = draw.rng.random() < THINKING
     if thinking:
         messages[-1] = messages[-1] | {"reasoning_content": thought}
-    return Example(messages, tools, thinking, expect, task, lang, tuple(draw.contents), pictures=tuple(pictures))
+    return Example(messages, tools, thinking, expect, task, lang, tuple(draw.contents), pictures=tuple(pictures),
+                   spelled=tuple(spelled))
 
 
 def seen(*parts: str | None) -> list[dict]:

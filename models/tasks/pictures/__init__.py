@@ -5,6 +5,7 @@
     charts.py     bar charts
     plots.py      the timelines and rooflines of the notebooks
     canvas.py     what they are drawn on
+    labels.py     what each block of a picture shows, as a tower is taught it
     questions.py  questions, answers, and how an answer is judged; the words are those of models/text/pictures.toml
 
 A scene is a small description with draw(), size, kind, and questions(rng, lang). What is seen is held out by the rule
@@ -22,6 +23,7 @@ from .. import facts
 from ..example import Example, chat, pick_lang, seen
 from ..words import Draw
 from . import charts, plots, shapes, writing
+from .labels import FACTS, labelled
 from .questions import UNSEEN, Question, Words, texts
 
 NO_PICTURE = 0.04           # share of the examples that ask without any picture
@@ -33,7 +35,7 @@ OF_KIND = 0.2               # of the pictures that may be asked of which kind th
 AFTER = 0.2                 # of the pictures that stand behind their question
 # How often a kind of question is asked, where it can be, when others are asked once.
 OFTEN = {"number": 5, "word": 5, "words": 4, "count": 3, "what": 2, "colour": 2, "top": 2, "value": 2, "bound": 2}
-N_QUESTIONS = (1, 1, 1, 2, 3, 3, 4, 5, 6, 8)
+N_QUESTIONS = (1, 2, 4, 6, 8, 10)
 
 
 def _kept(make: Callable) -> Callable:
@@ -50,9 +52,13 @@ SCENES = ((14, _kept(shapes.one)), (24, _kept(shapes.some)), (24, _kept(shapes.m
           (20, writing.one_word), (10, writing.lines), (22, charts.chart), (7, plots.timeline), (6, plots.roofline))
 
 
-def draw_scene(draw: Draw):
-    weights, makers = zip(*SCENES)
-    return draw.rng.choices(makers, weights)[0](draw)
+# How often in lessons, which have no questions: letters take longest to learn.
+LESSONS = (8, 12, 24, 24, 32, 34, 36, 6, 5)
+
+
+def draw_scene(draw: Draw, weights: tuple | None = None):
+    often, makers = zip(*SCENES)
+    return draw.rng.choices(makers, weights or often)[0](draw)
 
 
 def questions(scene, rng: random.Random, lang: str) -> list[Question]:
@@ -87,7 +93,7 @@ class _Talk:
 
     def __init__(self, draw: Draw, lang: str, held_words: bool = False):
         self.draw, self.rng, self.lang, self.held_words = draw, draw.rng, lang, held_words
-        self.turns, self.pictures, self.expect = [], [], None
+        self.turns, self.pictures, self.expect, self.spelled = [], [], None, set()
 
     def show(self, scene, chosen: list[Question]):
         """A picture, and questions about it one after the other; sometimes two at once, but never in the end."""
@@ -110,12 +116,14 @@ class _Talk:
         self.pictures.append(scene)
 
     def _pair(self, question: Question, whole: bool, before: str | None) -> tuple[str, str]:
+        self.spelled |= set(question.spelled)
         asked = question.ask(self.rng, self.lang, self.held_words, follows=question.kind == before)
         return asked, question.say(self.lang, whole)
 
     def example(self) -> Example:
         system = facts.system(self.rng, self.lang) if self.rng.random() < SYSTEM else None
-        return chat(self.draw, self.lang, "pictures", self.turns, self.expect, system, pictures=self.pictures)
+        return chat(self.draw, self.lang, "pictures", self.turns, self.expect, system, pictures=self.pictures,
+                    spelled=sorted(self.spelled))
 
 
 def _unseen(draw: Draw, lang: str) -> Example:

@@ -66,6 +66,25 @@ def _rgb(hue: float, saturation: float, value: float) -> tuple[int, int, int]:
     return tuple(round(255 * part) for part in colorsys.hsv_to_rgb(hue % 360 / 360, saturation, value))
 
 
+@dataclass(frozen=True)
+class Area:
+    """Something with these points (x, y) around it, what is known of it, and where its middle is, if that is told."""
+
+    points: list
+    facts: dict
+    middle: tuple | None = None
+
+
+@dataclass(frozen=True)
+class Text:
+    """A text, the middles (x, y) of its letters with half of their widths, the height of a line, and what is known."""
+
+    text: str
+    middles: list
+    height: float
+    facts: dict
+
+
 class Canvas:
     """rng draws all that a description leaves open; ink is a tone of gray that stands out from the ground."""
 
@@ -75,6 +94,7 @@ class Canvas:
         self.ink = (235, 235, 230) if look.dark else (30, 30, 35)
         self.image = self._ground(plain).resize((SCALE * look.width, SCALE * look.height), Image.Resampling.NEAREST)
         self.pen = ImageDraw.Draw(self.image)
+        self.notes = []         # Areas and Texts: what is drawn, where it says something
 
     def _ground(self, plain: bool) -> Image.Image:
         rng, size = self.rng, (self.look.width, self.look.height)
@@ -124,19 +144,26 @@ class Canvas:
                 ends = [(x + (to_x - x) * part / n, y + (to_y - y) * part / n) for part in (i, i + 0.55)]
                 self.pen.line(ends, colour, max(1, round(SCALE * width)))
 
-    def box(self, left: float, top: float, right: float, bottom: float, fill, round_by: float = 0):
+    def box(self, left: float, top: float, right: float, bottom: float, fill, round_by: float = 0,
+            facts: dict | None = None):
         corners = [round(SCALE * side) for side in (left, top, right, bottom)]
         self.pen.rounded_rectangle((*corners[:2], corners[2] - 1, corners[3] - 1), SCALE * round_by, fill)
+        if facts is not None:
+            self.notes.append(Area([(left, top), (right, top), (right, bottom), (left, bottom)], facts))
 
     def text(self, x: float, y: float, text: str, size: float, colour=None, font: str = "sans", turn: float = 0,
-             anchor: tuple[float, float] = (0.5, 0.5)):
+             anchor: tuple[float, float] = (0.5, 0.5), facts: dict | None = None):
         """Text with its box's point `anchor`, from (0, 0) at its upper left to (1, 1), at x and y. turn: degrees to the
-        left."""
+        left. facts: what is noted of it, if anything."""
         mask = _written(text, round(SCALE * size), font)
+        width, height = mask.width / SCALE, mask.height / SCALE
         if turn:
             mask = mask.rotate(turn, Image.Resampling.BILINEAR, expand=True)
         corner = round(SCALE * x - anchor[0] * mask.width), round(SCALE * y - anchor[1] * mask.height)
         self.image.paste(colour or self.ink, corner, mask)
+        if facts is not None:
+            middle = (corner[0] + mask.width / 2) / SCALE, (corner[1] + mask.height / 2) / SCALE
+            self.notes.append(Text(text, _middles(text, width, font, middle, turn), height, facts))
 
     def finish(self) -> np.ndarray:
         """The pixels, uint8 [height, width, 3]."""
@@ -154,6 +181,14 @@ class Canvas:
         return pixels
 
 
+RANKS = ("least", "most", "between")
+
+
+def ranks(values) -> list[str]:
+    """Whether each is the least of the values, the most, or neither."""
+    return [RANKS[0] if value == min(values) else RANKS[1] if value == max(values) else RANKS[2] for value in values]
+
+
 def text_size(text: str, size: float, font: str = "sans") -> tuple[float, float]:
     """Width and height of the box of a text."""
     mask = _written(text, round(SCALE * size), font)
@@ -163,6 +198,19 @@ def text_size(text: str, size: float, font: str = "sans") -> tuple[float, float]
 @cache
 def _sans(size: int) -> ImageFont.FreeTypeFont:
     return ImageFont.load_default(size)
+
+
+def _middles(text: str, width: float, font: str, middle: tuple[float, float], turn: float) -> list[tuple]:
+    """The middle (x, y) of each letter of a text of this width, with half of the letter's width."""
+    letters = ImageFont.load_default_imagefont() if font == "typewriter" else _sans(32)
+    ends = [letters.getlength(text[:i]) for i in range(len(text) + 1)]
+    by, slope = width / ends[-1], math.radians(turn)
+    middles = []
+    for start, end in zip(ends, ends[1:]):
+        along = by * (start + end - ends[-1]) / 2
+        x, y = middle[0] + along * math.cos(slope), middle[1] - along * math.sin(slope)
+        middles.append((x, y, by * (end - start) / 2))
+    return middles
 
 
 @lru_cache(64)

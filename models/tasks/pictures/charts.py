@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..words import Draw
-from .canvas import Canvas, Look, colours_on, draw_look, text_size, tint
+from .canvas import Canvas, Look, colours_on, draw_look, ranks, text_size, tint
 from .questions import ABSENT, Question, Words, one_of, side_by_side
 from .writing import word
 
@@ -51,6 +51,9 @@ class Chart:
         return self.look.height, self.look.width
 
     def draw(self) -> np.ndarray:
+        return self.paint().finish()
+
+    def paint(self) -> Canvas:
         canvas = Canvas(self.look, plain=True)
         rng, widest = canvas.rng, max(text_size(label, TEXT)[0] for label in self.labels)
         shown = [tint(rng, self.colours[0])] * len(self.labels) if len(set(self.colours)) == 1 else [
@@ -68,8 +71,14 @@ class Chart:
         for i, (label, value, colour) in enumerate(zip(self.labels, self.values, shown)):
             self._draw_bar(canvas, frame, i, label, value, colour, fat)
         if self.title:
-            canvas.text((left + right) / 2, 15, self.title, 19)
-        return canvas.finish()
+            canvas.text((left + right) / 2, 15, self.title, 19, facts={"role": "title"})
+        return canvas
+
+    def _facts(self, i: int) -> dict:
+        """What labels.py says of a bar, its label and its written value."""
+        tens, ones = divmod(self.values[i], 10)
+        return {"colour": self.colours[i], "long": ranks(self.values)[i], "number": i + 1, "all": len(self.values),
+                "tens": tens, "ones": ones}
 
     def _draw_axis(self, canvas: Canvas, frame: tuple):
         left, top, right, bottom = frame
@@ -78,30 +87,31 @@ class Chart:
             if self.lying:
                 x = left + share * (right - left)
                 canvas.line([(x, top), (x, bottom)], canvas.faint)
-                canvas.text(x, bottom + 4, number, TEXT - 1, anchor=(0.5, 0))
+                canvas.text(x, bottom + 4, number, TEXT - 1, anchor=(0.5, 0), facts={"role": "axis"})
             else:
                 y = bottom - share * (bottom - top)
                 canvas.line([(left, y), (right, y)], canvas.faint)
-                canvas.text(left - 4, y, number, TEXT - 1, anchor=(1, 0.5))
+                canvas.text(left - 4, y, number, TEXT - 1, anchor=(1, 0.5), facts={"role": "axis"})
         canvas.line([(left, top), (left, bottom)] if self.lying else [(left, bottom), (right, bottom)], canvas.ink, 1.5)
 
     def _draw_bar(self, canvas: Canvas, frame: tuple, i: int, label: str, value: int, colour: tuple, fat: float):
         left, top, right, bottom = frame
-        long = value / self.top
+        long, facts = value / self.top, self._facts(i)
+        of_label, of_value = facts | {"role": "label"}, facts | {"role": "value"}
         if self.lying:
             step = (bottom - top) / len(self.labels)
             y, end = top + (i + 0.5) * step, left + long * (right - left)
-            canvas.box(left, y - fat * step / 2, end, y + fat * step / 2, colour)
-            canvas.text(left - 5, y, label, TEXT, anchor=(1, 0.5))
+            canvas.box(left, y - fat * step / 2, end, y + fat * step / 2, colour, facts=facts)
+            canvas.text(left - 5, y, label, TEXT, anchor=(1, 0.5), facts=of_label)
             if self.written:
-                canvas.text(end + 3, y, str(value), TEXT, anchor=(0, 0.5))
+                canvas.text(end + 3, y, str(value), TEXT, anchor=(0, 0.5), facts=of_value)
         else:
             step = (right - left) / len(self.labels)
             x, end = left + (i + 0.5) * step, bottom - long * (bottom - top)
-            canvas.box(x - fat * step / 2, end, x + fat * step / 2, bottom, colour)
-            canvas.text(x, bottom + 4, label, TEXT, anchor=(0.5, 0))
+            canvas.box(x - fat * step / 2, end, x + fat * step / 2, bottom, colour, facts=facts)
+            canvas.text(x, bottom + 4, label, TEXT, anchor=(0.5, 0), facts=of_label)
             if self.written:
-                canvas.text(x, end - 1, str(value), TEXT, anchor=(0.5, 1))
+                canvas.text(x, end - 1, str(value), TEXT, anchor=(0.5, 1), facts=of_value)
 
     # ---- what can be asked of it ----------------------------------------------------------------------
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..words import Draw
-from .canvas import Canvas, Look, draw_look, text_size
+from .canvas import Area, Canvas, Look, draw_look, ranks, text_size
 from .questions import Question, Words, one_of
 
 SIDES = (224, 256, 288, 320, 384)
@@ -58,6 +58,9 @@ class Timeline:
         return self.look.height, self.look.width
 
     def draw(self) -> np.ndarray:
+        return self.paint().finish()
+
+    def paint(self) -> Canvas:
         canvas = Canvas(self.look, plain=True)
         rng = canvas.rng
         left = 12 + max(text_size(label, TEXT)[0] for label in self.labels)
@@ -75,13 +78,25 @@ class Timeline:
         same, step = rng.random() < 0.5, (bottom - top) / len(self.rows)
         for i, (label, row) in enumerate(zip(self.labels, self.rows)):
             colour, y = BLUE if same else (BLUE, ORANGE, GREEN, PURPLE, RED)[i], top + (i + 0.5) * step
-            canvas.text(left - 5, y, label, TEXT, anchor=(1, 0.5))
+            facts = self._facts(i)
+            canvas.text(left - 5, y, label, TEXT, anchor=(1, 0.5), facts=facts | {"role": "label"})
             for number, (start, end) in enumerate(row):
                 x, to_x = (left + (right - left) * at / STEPS for at in (start, end))
                 tone = _mixed(colour, canvas.paper, (0.65, 1)[number % 2])
-                canvas.box(x, y - 0.37 * step, to_x, y + 0.37 * step, tone)
+                canvas.box(x, y - 0.37 * step, to_x, y + 0.37 * step, tone, facts=facts)
         canvas.polygon([(left, top), (right, top), (right, bottom), (left, bottom)], outline=canvas.ink)
-        return canvas.finish()
+        return canvas
+
+    def _facts(self, i: int) -> dict:
+        """What labels.py says of a row."""
+        ends, starts, busy = self._times()
+        return {"long": ranks(ends)[i], "start": ranks(starts)[i], "busy": ranks(busy)[i], "number": i + 1,
+                "passes": len(self.rows[i]), "all": len(self.rows)}
+
+    def _times(self) -> tuple[list[int], list[int], list[int]]:
+        """When each row ends and starts, and for how long it is busy."""
+        return ([row[-1][1] for row in self.rows], [row[0][0] for row in self.rows],
+                [sum(end - start for start, end in row) for row in self.rows])
 
     def questions(self, rng: random.Random, lang: str) -> list[Question]:
         words = Words(lang)
@@ -89,8 +104,7 @@ class Timeline:
         return found + [words.number("passes", len(row), label=label) for label, row in zip(self.labels, self.rows)]
 
     def _extremes(self, words: Words, rng: random.Random) -> list[Question]:
-        ends, starts = [row[-1][1] for row in self.rows], [row[0][0] for row in self.rows]
-        busy = [sum(end - start for start, end in row) for row in self.rows]
+        ends, starts, busy = self._times()
         found = []
         for least, most, by in ((EARLY, LAST, ends), (FIRST, LATE, starts), (IDLE, BUSY, busy)):
             ordered = sorted(range(len(by)), key=by.__getitem__)
@@ -152,6 +166,9 @@ class Roofline:
         return self.look.height, self.look.width
 
     def draw(self) -> np.ndarray:
+        return self.paint().finish()
+
+    def paint(self) -> Canvas:
         canvas = Canvas(self.look, plain=True)
         rng, named = canvas.rng, len(self.roofs) > 1
         left, top, bottom = 14 + 14 * (rng.random() < 0.5), 12, self.look.height - 30
@@ -168,20 +185,24 @@ class Roofline:
             tone = _mixed(colour, canvas.paper, 1)
             canvas.line([at(0, self.slope), at(height - self.slope, height), at(100, height)], tone, 2.5)
             if named:
-                canvas.text(right + 5, at(0, height)[1], name, TEXT, tone, anchor=(0, 0.5))
+                highest, lowest = height == self.roofs[0][1], height == self.roofs[-1][1]
+                facts = {"role": "label", "long": "most" if highest else "least" if lowest else "between"}
+                canvas.text(right + 5, at(0, height)[1], name, TEXT, tone, anchor=(0, 0.5), facts=facts)
         for name, x, y in self.kernels:
-            self._draw_kernel(canvas, *at(x, y), name, rng)
+            bound = "memory" if self._bound(x) is MEMORY else "compute"
+            self._draw_kernel(canvas, *at(x, y), name, rng, {"bound": bound, "all": len(self.kernels)})
         canvas.text((left + right) / 2, self.look.height - 13, "operations per byte", 15)
-        return canvas.finish()
+        return canvas
 
-    def _draw_kernel(self, canvas: Canvas, x: float, y: float, name: str, rng: random.Random):
+    def _draw_kernel(self, canvas: Canvas, x: float, y: float, name: str, rng: random.Random, facts: dict):
         radius, dot = 5.5, rng.random() < 0.6
         corners = [(-1, 0), (-0.7, -0.7), (0, -1), (0.7, -0.7), (1, 0), (0.7, 0.7), (0, 1), (-0.7, 0.7)]
         corners = corners if dot else [(-0.9, -0.9), (0.9, -0.9), (0.9, 0.9), (-0.9, 0.9)]
         points = [(x + radius * a, y + radius * b) for a, b in corners]
         canvas.polygon(points, _mixed(ORANGE, canvas.paper, 1), canvas.ink, 1)
+        canvas.notes.append(Area(points, facts, (x, y)))
         if name:
-            canvas.text(x + 9, y + 11, name, 17)
+            canvas.text(x + 9, y + 11, name, 17, facts=facts | {"role": "other"})
 
     # ---- what can be asked of it ----------------------------------------------------------------------
 

@@ -65,6 +65,12 @@ class Question:
         filled = text.format(**{slot: Ko(value) for slot, value in self.slots.items()})
         return filled[0].upper() + filled[1:] if text[0] == "{" and text[-1] == "?" and "label" not in text else filled
 
+    @property
+    def spelled(self) -> list[str]:
+        """What the answer has read from the picture, where that is more than one letter."""
+        read = [self.slots.get(slot, "") for slot in ("text", "label")]
+        return [text for text in read if len(text) > 1 and self.number is None]
+
     def expect(self, lang: str) -> dict:
         """What the judge of tasks/judge.py wants."""
         if self.number is not None:

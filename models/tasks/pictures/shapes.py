@@ -8,7 +8,7 @@ from functools import cache
 
 import numpy as np
 
-from .canvas import Canvas, Look, colours_on, draw_look, tint
+from .canvas import Area, Canvas, Look, colours_on, draw_look, tint
 from .questions import ABSENT, EQUAL, NOTHING, Question, Words, side_by_side
 
 HOLLOW = 0.12               # share of the pictures whose shapes are only outlines
@@ -110,6 +110,9 @@ class Shapes:
         return self.look.height, self.look.width
 
     def draw(self) -> np.ndarray:
+        return self.paint().finish()
+
+    def paint(self) -> Canvas:
         canvas, unit = Canvas(self.look), min(self.size)
         for thing in self.things:
             fill, turn = tint(canvas.rng, thing.colour), math.radians(thing.turn)
@@ -121,7 +124,21 @@ class Shapes:
                 canvas.polygon(points, outline=fill, width=max(3, 0.2 * scale))
             else:
                 canvas.polygon(points, fill)
-        return canvas.finish()
+            middle = self.look.width * thing.x, self.look.height * thing.y
+            canvas.notes.append(Area(points, self._facts(thing), middle))
+        return canvas
+
+    def _facts(self, thing: Thing) -> dict:
+        """What labels.py says of it."""
+        n = {"alike": (thing.colour, thing.shape), "of_colour": (thing.colour, None), "of_shape": (None, thing.shape),
+             "all": (None, None)}
+        facts = {"colour": thing.colour, "shape": thing.shape, "cell": thing.cell}
+        facts |= {fact: len(self._named(*name)) for fact, name in n.items()}
+        sizes = sorted(other.size for other in self.things)
+        if len(sizes) > 1:
+            is_most, is_least = thing.size / sizes[-2] > GAP, sizes[1] / thing.size > GAP
+            facts["size"] = "most" if is_most else "least" if is_least else "between"
+        return facts
 
     # ---- what can be asked of it ----------------------------------------------------------------------
 

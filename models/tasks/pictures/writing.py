@@ -57,6 +57,9 @@ class Writing:
         return self.lines[0].text.isdigit()
 
     def draw(self) -> np.ndarray:
+        return self.paint().finish()
+
+    def paint(self) -> Canvas:
         canvas, look = Canvas(self.look), self.look
         margin = 0.04 * min(self.size) + 0.2 * abs(self.turn)
         free = look.width - 2 * margin - 8, look.height - 2 * margin - 8
@@ -70,9 +73,12 @@ class Writing:
             canvas.box(left - 7, top - 5, left + widest + 7, top + step * len(self.lines) + 5,
                        tint(canvas.rng, self.plate), 6)
         for i, line in enumerate(self.lines):
+            facts = {"role": f"line {i}", "colour": line.colour, "number": i + 1, "all": len(self.lines)}
+            if i == len(self.lines) - 1:
+                facts["last"] = True
             canvas.text(left + widest / 2, top + step * (i + 0.5), line.text, height, tint(canvas.rng, line.colour),
-                        self.font, self.turn)
-        return canvas.finish()
+                        self.font, self.turn, facts=facts)
+        return canvas
 
     # ---- what can be asked of it ----------------------------------------------------------------------
 
