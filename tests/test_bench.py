@@ -177,8 +177,8 @@ def test_bench_of_an_engine(bench_of_tiny, capsys, tmp_path, monkeypatch):
     assert decode["gemv_kernel"] == 4 * 3 + 1 and decode["gemv_swiglu_kernel"] == 4
     assert decode["gdn_decode_kernel"] == 3 and decode["attend"] == 1
     assert found["kv"] == "float16"
-    assert set(found) == {"kv", "model", "date", "cards", "layers", "versions", "probes", "products", "peak_memory_bytes",
-                          "prefill", "decode", "estimates"}
+    assert set(found) == {"kv", "model", "date", "cards", "layers", "versions", "probes", "products",
+                          "peak_memory_bytes", "prefill", "decode", "estimates"}
     assert found["peak_memory_bytes"] > 4e6 and "numba" in found["versions"] and found["probes"][0]["format"]
     assert found["products"] == [None]          # nothing was measured that could be chosen from
     assert len(found["cards"]) == 1 and found["layers"] == [[0, 3]]
