@@ -382,7 +382,8 @@ def bench_cards(model: qengine.OpenModel, cards: list[Card] | None, emulated: bo
             print(f"\n{estimate_table(estimates)}")
     layers = [[stage.layers.start, stage.layers.stop - 1] for stage in engine.pipeline.stages]
     return {"model": engine.name, "kv": kv, "date": probe.now(), "cards": [card.facts() for card in cards],
-            "layers": layers, "versions": probe.versions(), "probes": [report.to_dict() for report in reports], "products": multiplied,
+            "layers": layers, "versions": probe.versions(),
+            "probes": [report.to_dict() for report in reports], "products": multiplied,
             "peak_memory_bytes": used,
             "prefill": [dataclasses.asdict(speed) for speed in prefill],
             "decode": [dataclasses.asdict(speed) for speed in decode],
