@@ -87,15 +87,15 @@ def long(options):
     engine = qengine.load(options.model, card=card, ctx=options.tokens + ANSWER, kv_tokens=options.tokens + ANSWER,
                           kv=options.kv, draft="off", memory=memory, products=options.products, progress=False)
     print(f"{options.model}, {options.kv}, {options.tokens:,} tokens on {card.describe()}, products of prompts: "
-          f"{options.products}, passes of {engine.scheduler.chunk:,} tokens; {show_bytes(free - card.free_bytes)} taken",
-          flush=True)
+          f"{options.products}, passes of {engine.scheduler.chunk:,} tokens; {show_bytes(free - card.free_bytes)} "
+          "taken", flush=True)
     ids = rng.integers(0, engine.config.n_vocab, (2, options.tokens)).tolist()
     for n, seconds in quarters(engine, ids[0]):
         print(f"| {n:,} | {n / seconds:,.0f} tokens/s | {seconds:.1f} s |", flush=True)
     print(f"most memory taken: {show_bytes(free - card.free_bytes)}")
     ended, answered = cancelled(engine, ids[1])
-    print(f"cancelled after {SECONDS_BEFORE_CANCEL:.0f} s: ended after {ended:.3f} s, a token of the next request after "
-          f"{answered:.3f} s")
+    print(f"cancelled after {SECONDS_BEFORE_CANCEL:.0f} s: ended after {ended:.3f} s, a token of the next request "
+          f"after {answered:.3f} s")
     engine.close()
 
 

@@ -2,9 +2,9 @@
 
 Prefill is a whole prompt of random tokens, until its first answer token is on the host. Decode is steps of a batch of
 slots from a context on, each step until its tokens are on the host. Nobody reads that context before: its pages hold
-random keys and values, and the recurrent states begin as zeros, which takes as long as those of a text. Percentages are of what the probe found. Prefill:
-of the int8 operations that the dp4a units do at the measured clock, for the matrix products alone. Decode: of the bytes
-per second that the card reads, for weights, recurrent states and KV pages.
+random keys and values, and the recurrent states begin as zeros, which takes as long as those of a text. Percentages are
+of what the probe found. Prefill: of the int8 operations that the dp4a units do at the measured clock, for the matrix
+products alone. Decode: of the bytes per second that the card reads, for weights, recurrent states and KV pages.
 
 A small model's decode may go beyond 100 per cent, because what fits into a cache is read faster than memory. So may
 prefill where tensor cores multiply (kernels/products.py): they do more operations than the dp4a units. Operations
@@ -371,7 +371,8 @@ def bench_cards(model: qengine.OpenModel, cards: list[Card] | None, emulated: bo
         checked = bench_checks(CheckBench(bench, n_tokens), contexts, options)
         used, kv = free - sum(card.free_bytes for card in cards), engine.config.kv
         kept = f"; keys and values in {kv}" * (kv != FLOAT16)
-        print(f"\n{engine.name} on {', '.join(card.describe() for card in cards)}; peak memory {show_bytes(used)}{kept}")
+        print(f"\n{engine.name} on {', '.join(card.describe() for card in cards)}; peak memory {show_bytes(used)}"
+              + kept)
         multiplied = [stage.model.products.describe(model.weights.formats()) for stage in engine.pipeline.stages]
         for card, said in zip(cards, multiplied):
             if said:
@@ -381,8 +382,9 @@ def bench_cards(model: qengine.OpenModel, cards: list[Card] | None, emulated: bo
             estimates = bench.estimates(lengths[0], contexts[0])
             print(f"\n{estimate_table(estimates)}")
     layers = [[stage.layers.start, stage.layers.stop - 1] for stage in engine.pipeline.stages]
-    return {"model": engine.name, "kv": kv, "date": probe.now(), "cards": [card.facts() for card in cards], "layers": layers,
-            "versions": probe.versions(), "probes": [report.to_dict() for report in reports], "products": multiplied,
+    return {"model": engine.name, "kv": kv, "date": probe.now(), "cards": [card.facts() for card in cards],
+            "layers": layers, "versions": probe.versions(),
+            "probes": [report.to_dict() for report in reports], "products": multiplied,
             "peak_memory_bytes": used,
             "prefill": [dataclasses.asdict(speed) for speed in prefill],
             "decode": [dataclasses.asdict(speed) for speed in decode],

@@ -3,8 +3,9 @@
     q . k = D^-1/2 sum over blocks of 128 dims (t_q t_k  sum over dims (n_q n_k))      n: codes, t: scales
 
 The query becomes a row like those of the keys (kernels/kv_formats.py): turned, its codes rounded to 8 bits, a scale for
-each 128 dims. The inner sum is an integer below 2^21, so it is exact, in whatever order; each block's is multiplied with
-its scales in float32, and then the two blocks are added. So no half is made of a key, and a butterfly adds integers.
+each 128 dims. The inner sum is an integer below 2^21, so it is exact, in whatever order; each block's is multiplied
+with its scales in float32, and then the two blocks are added. So no half is made of a key, and a butterfly adds
+integers.
 
 A lane holds the codes of its 8 dims of each of its keys, 2 words, and the scales of the keys whose products it ends
 with. With D = 256 the lanes 0 .. 15 have the first block of 8 keys and the lanes 16 .. 31 the second one; with D = 128
@@ -13,8 +14,8 @@ each half of the warp has 4 keys of its own.
     words, by lane:   | codes of key 0 | .. | codes of the last key | scales |        own_keys of them
                         2 words                                       own_keys / 4 words
 
-Pipe: dp4a, 16 instructions for 8 keys of a query, where half2 takes 32, and 14 more to make halves of each key. Source: the idea of
-integer scores is SageAttention's (arXiv 2410.02367).
+Pipe: dp4a, 16 instructions for 8 keys of a query, where half2 takes 32, and 14 more to make halves of each key. Source:
+the idea of integer scores is SageAttention's (arXiv 2410.02367).
 """
 
 from numba import cuda

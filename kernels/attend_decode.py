@@ -310,9 +310,9 @@ def warps_work_alone(format, group):
 def alone_functions(format, head_dim, group, parts):
     """walk_alone and merge_warps, for a block of one row. parts: device functions.
 
-    Each warp has a maximum, a sum and a result of its own, of its 8 keys of each page: a lane those of its 8 dims of all
-    heads. So no warp waits for another until the end of the unit, when the results of the warps are added in increasing
-    order, rescaled to the highest maximum."""
+    Each warp has a maximum, a sum and a result of its own, of its 8 keys of each page: a lane those of its 8 dims of
+    all heads. So no warp waits for another until the end of the unit, when the results of the warps are added in
+    increasing order, rescaled to the highest maximum."""
     (load_keys, expand_keys, put_keys), (load_values, expand_values, put_values), (dot_heads, chain_values) = parts
     k_row, own_keys, expands_keys = format.keys.row(head_dim), KEYS * head_dim // (32 * DIMS), not format.keys.by_codes
     n_quads, most, query_bytes = -(-group // 4), uint32(group - 1), 2 * head_dim if expands_keys else 4 * k_row
@@ -415,7 +415,8 @@ def alone_functions(format, head_dim, group, parts):
             if lane < uint32(WARPS):
                 factors[at] = f
             if lane == uint32(0):
-                to = uint32(uint32(records + warp * uint32(UNITS) + unit) * uint32(head_dim + RECORD) + uint32(head_dim))
+                to = uint32(uint32(records + warp * uint32(UNITS) + unit) * uint32(head_dim + RECORD))
+                to = uint32(to + uint32(head_dim))
                 partial[to], partial[uint32(to + uint32(1))] = highest, total
         cuda.syncthreads()
         thread = uint32(warp * uint32(32) + lane)

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 import qengine
@@ -18,6 +19,7 @@ from kernels.bench import Case, Result
 from kernels.emulated.cards import CARDS, CMP_100_210, H100, V100
 from kernels.open import open_cards
 from tests.doubling import double
+from tests.models import TINY
 
 N = 100_000
 
@@ -143,6 +145,20 @@ def bench_of_tiny(monkeypatch):
     return lambda *options, model="synthetic:tiny": main(["-m", model, "--card", "emulated", "--bench", *options])
 
 
+@pytest.mark.parametrize("kv", ["float16", "q8+3"])
+def test_contexts_are_made_up(kv):
+    """In every page, all numbers are finite and hardly any is zero."""
+    engine = qengine.load(TINY, card="emulated", ctx=64 * 37, progress=False, draft="off", kv=kv)
+    stage = engine.pipeline.last
+    stage.worker.ask(engine_bench.make_up_pages, stage).result()
+    for pages in stage.cache.pages.values():
+        for rows, array in zip(pages.format.kinds.values(), (pages.k, pages.v)):
+            held = rows.decode(stage.card.download(array))
+            assert len(held) >= 37 and np.isfinite(held).all()
+            assert (np.abs(held.astype(np.float32)).mean(axis=(1, 2, 3)) > 0.5).all()
+    engine.close()
+
+
 def test_bench_of_an_engine(bench_of_tiny, capsys, tmp_path, monkeypatch):
     estimates = dict.fromkeys(("prefill", "decode"), {"a card of the table": 1234.0})
     monkeypatch.setattr(engine_bench, "DECODE_STEPS", 3)
@@ -160,8 +176,9 @@ def test_bench_of_an_engine(bench_of_tiny, capsys, tmp_path, monkeypatch):
     decode = {operation["name"]: operation["launches"] for operation in found["decode"][0]["operations"]}
     assert decode["gemv_kernel"] == 4 * 3 + 1 and decode["gemv_swiglu_kernel"] == 4
     assert decode["gdn_decode_kernel"] == 3 and decode["attend"] == 1
-    assert set(found) == {"model", "date", "cards", "layers", "versions", "probes", "products", "peak_memory_bytes",
-                          "prefill", "decode", "estimates"}
+    assert found["kv"] == "float16"
+    assert set(found) == {"kv", "model", "date", "cards", "layers", "versions", "probes", "products",
+                          "peak_memory_bytes", "prefill", "decode", "estimates"}
     assert found["peak_memory_bytes"] > 4e6 and "numba" in found["versions"] and found["probes"][0]["format"]
     assert found["products"] == [None]          # nothing was measured that could be chosen from
     assert len(found["cards"]) == 1 and found["layers"] == [[0, 3]]

@@ -59,7 +59,7 @@ def test_neither_chunks_nor_cached_prefixes_nor_drafts_nor_cards_change_bits(nam
 
 
 def test_pieces_behind_the_last_key_are_not_launched():
-    """A prompt of three pages in a context of three pieces; then rows of which the host does not know where they are."""
+    """A prompt of three pages in a context of three pieces; then rows of which the host does not know the places."""
     card = open_cards("emulated")[0]
     engine = qengine.load(TINY, card=card, progress=False, kv="q8+3", ctx=40_000, chunk=64, draft="off")
     stage, ids = engine.pipeline.last, PROMPT[:150]
