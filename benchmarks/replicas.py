@@ -195,18 +195,18 @@ def overhead(options) -> dict:
     with contextlib.ExitStack() as stack:
         ports = {name: stack.enter_context(serving(create_app(models=each, max_requests=256), "127.0.0.1", 0))
                  for name, each in models.items()}
-        for round in range(options.rounds + 3):
+        for turn in range(options.rounds + 3):
             for name, port in ports.items():
-                body = {"messages": [{"role": "user", "content": f"Tell me of card {round}"}], "max_tokens": 8,
+                body = {"messages": [{"role": "user", "content": f"Tell me of card {turn}"}], "max_tokens": 8,
                         "temperature": 0}
                 seconds = ask(port, "/v1/chat/completions", body)[1]
-                if round >= 3:
+                if turn >= 3:
                     first[name].append(1e3 * seconds)
                 time.sleep(0.02)
-        for round in range(-1, max(3, options.rounds // 8)):
+        for turn in range(-1, max(3, options.rounds // 8)):
             for name, port in ports.items():
-                found = speed(port, 8, 200, seed=round)
-                if round >= 0:
+                found = speed(port, 8, 200, seed=turn)
+                if turn >= 0:
                     tokens[name].append(found)
     for each in models.values():
         each.close()

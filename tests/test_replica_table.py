@@ -119,6 +119,13 @@ def test_who_is_silent_or_has_failed_gets_nothing():
     assert one.rank([], "ab") == ["a"] and one.listed()[0].state == "up"
 
 
+def test_who_has_another_vocabulary_gets_nothing():
+    one = table_of("a", "b")
+    one.exclude("a")
+    one.report("a", None, None, None, [1])
+    assert one.rank([1], "ab") == ["b"] and one.listed()[0].state == "foreign"
+
+
 def test_who_comes_and_goes():
     one = table_of("a", "b")
     assert one.see(["b", "c"]) == (["c"], ["a"]) and one.see(["b", "c"]) == ([], [])

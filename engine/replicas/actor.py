@@ -22,7 +22,7 @@ from engine.text_engine import sees
 from kernels.card import CardError
 from kernels.compile import CompileError
 
-from .wire import GAP, REPORT_SECONDS, WHOLE, delta_told, error_told, unpacked
+from .wire import GAP, REPORT_SECONDS, WHOLE, delta_told, error_told, fingerprint, unpacked
 
 LEASE = 30.0                # seconds that a stream lasts; then its front asks for the next, if the front still lives
 UNHEARD = 120.0             # seconds after which a feed that nobody listens to, and that is empty, is forgotten
@@ -50,6 +50,7 @@ def facts_of(engine) -> dict:
             "n_slots": getattr(engine, "n_slots", 1), "n_dims": getattr(engine, "n_dims", 0),
             "layers": [(layers.start, layers.stop) for layers in engine.layers],
             "cards": [card.describe() for card in engine.cards],
+            "vocabulary": fingerprint(engine.tokenizer),
             "limits": tuple(engine.eyes.limits) if sees(engine) else None,
             "node": ray.util.get_node_ip_address(), "hostname": socket.gethostname(), "pid": os.getpid()}
 

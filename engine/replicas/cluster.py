@@ -37,7 +37,6 @@ REACH_SECONDS = 5           # that a cluster's head gets to take a connection
 ANSWER_SECONDS = 60         # that a replica gets to answer once it is up
 POLL_SECONDS = 0.1
 ROOT = Path(__file__).resolve().parents[2]      # where a node finds qengine, unless it is installed there
-TOKEN = Path.home() / ".ray" / "auth_token"
 
 
 @dataclass(frozen=True)
@@ -62,16 +61,15 @@ def join(address: str, n_cpus: int | None = None):
     quiet = {"logging_level": logging.ERROR, "log_to_driver": False}
     try:
         if address == LOCAL:
-            ray.init(include_dashboard=False, _node_ip_address="127.0.0.1", num_cpus=n_cpus,
+            ray.init("local", include_dashboard=False, _node_ip_address="127.0.0.1", num_cpus=n_cpus,
                      object_store_memory=STORE_BYTES, **quiet)
         else:
             if (place := re.fullmatch(r"(?:ray://)?\[?([^\]]+)\]?:(\d+)", address)):     # Ray itself tries for minutes
                 socket.create_connection(place.groups(), REACH_SECONDS).close()
-            if TOKEN.exists():                  # a cluster that asks for the token does not say so
-                os.environ.setdefault("RAY_AUTH_MODE", "token")
             ray.init(address=address, **quiet)
     except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
-        raise RequestError("ray", f"no cluster of Ray answers at {address}: {str(error).splitlines()[0]}") from None
+        raise RequestError("ray", f"no cluster of Ray answers at {address}, or RAY_AUTH_MODE is another one here: "
+                                  f"{str(error).splitlines()[0]}") from None
     logging.getLogger("ray.serve").setLevel(logging.ERROR)
     serve.start(proxy_location="Disabled", logging_config=logs())
 

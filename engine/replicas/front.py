@@ -29,7 +29,7 @@ from engine.tokenizer import encode_prompt
 from .jobs import MOST_TRIES, Differs, RemoteAnswer, RemoteJob, RemoteTexts
 from .links import LINKS
 from .table import Layers, Table
-from .wire import WHOLE, error_heard, packed
+from .wire import WHOLE, error_heard, fingerprint, packed
 
 LOOK_SECONDS = 0.5          # between two looks at replicas and deadlines
 MOST_LOOKS = 60             # without a message, after which a replica counts as hanging: 30 s, as Ray Serve has it
@@ -54,6 +54,7 @@ class Link:
         self.lock = threading.Lock()                # guards jobs, and which replica each has
         self.listeners: dict[str, asyncio.Task] = {}
         self.looks, self.numbers = Counter(), {}    # by replica: looks without a message; the number of its last one
+        self.vocabulary = None          # the fingerprint of the front's own, once that is known
         self.alone_since, self.closed = time.monotonic(), False
         self.loop = asyncio.new_event_loop()
         LINKS[application] = self
@@ -70,6 +71,13 @@ class Link:
         async def ask():
             return await getattr(self.handle, method).remote(*arguments)
         return asyncio.run_coroutine_threadsafe(ask(), self.loop)
+
+    def be_of(self, vocabulary: str):
+        """The front cuts text by this vocabulary: replicas with another one get nothing."""
+        self.vocabulary = vocabulary
+        for one in self.table.listed():
+            if one.facts and one.facts["vocabulary"] != vocabulary:
+                self.table.exclude(one.id)
 
     def close(self):
         """Ends all that is open. The replicas stay."""
@@ -257,6 +265,8 @@ class Link:
         self.numbers[id] = number
         self.table.report(id, facts, stats, reason, marks)
         if facts is not None:
+            if self.vocabulary not in (None, facts["vocabulary"]):
+                self.table.exclude(id)
             self.on_facts(facts)
         if number != before + bool(events):
             self._lose_all(id, "a message of the replica is missing")
@@ -317,6 +327,7 @@ class Replicated:
         self.link, self.kind = link, model.kind
         self.name, self.tokenizer, self.template, self.details = model.name, model.tokenizer, model.template, model.details
         self.n_ctx, self.n_dims, self.one = facts["n_ctx"], facts["n_dims"], facts
+        link.be_of(fingerprint(model.tokenizer))
 
     @property
     def replicas(self) -> list:

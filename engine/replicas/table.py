@@ -51,6 +51,7 @@ class Replica:
     n_open: int = 0
     is_leaving: bool = False                        # Ray Serve sends it nothing more
     is_silent: bool = False                         # nothing has come from it for long
+    is_foreign: bool = False                        # it has a model with another vocabulary than the front's
     since: float = field(default_factory=time.time)
 
     @property
@@ -63,6 +64,8 @@ class Replica:
             return "silent"
         if self.is_leaving:
             return "leaving"
+        if self.is_foreign:
+            return "foreign"
         return "failed" if self.reason else "up" if self.facts else "starting"
 
 
@@ -119,6 +122,12 @@ class Table:
             if id in self.replicas:
                 self.replicas[id].is_silent = True
 
+    def exclude(self, id: str):
+        """A replica has another model than the front, which cuts text into other tokens."""
+        with self.lock:
+            if id in self.replicas:
+                self.replicas[id].is_foreign = True
+
     def fail(self, id: str | None, reason: str):
         """A replica has refused a request because its engine has stopped."""
         with self.lock:
@@ -149,7 +158,7 @@ class Table:
         """Those of these replicas that work, the best one for a prompt with these marks first."""
         with self.lock:
             known = [self.replicas.get(id) or Replica(id) for id in ids]
-            able = [one for one in known if one.reason is None and not one.is_silent]
+            able = [one for one in known if one.reason is None and not (one.is_silent or one.is_foreign)]
             spared = self._spared(marks)
             limit = math.ceil(SHARE * (sum(one.n_open for one in able) + 1) / max(len(able), 1))
             self.n_turns += 1

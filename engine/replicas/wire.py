@@ -8,6 +8,7 @@ Pickles are read only of a request, by a replica, and come from a front of the s
 ports may run whatever code they like anyway, so these ports are for trusted networks (docs/several-machines.md).
 """
 
+import hashlib
 import pickle
 
 from engine.pooling import TextsRequest
@@ -47,3 +48,11 @@ def error_heard(told: tuple) -> Exception:
     if kind == "context":
         return ContextExceeded(*field)
     return RequestError(field, text) if kind == "request" else {"late": DeadlineExceeded}.get(kind, EngineStopped)(text)
+
+
+def fingerprint(tokenizer) -> str:
+    """What tells a vocabulary from others."""
+    digest = hashlib.sha256(repr(sorted(tokenizer.control.items())).encode())
+    for piece in tokenizer.pieces:
+        digest.update(len(piece).to_bytes(4) + piece)
+    return digest.hexdigest()
