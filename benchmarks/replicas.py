@@ -79,7 +79,8 @@ class Waiting(TextOnly, TextEngine):
     def stats(self):
         drafts = {name: (0,) * 7 for name in ("drafts_checked", "drafts_accepted")}
         return dict.fromkeys(["requests_waiting", "kv_pages_used", "checkpoints", "checkpoints_on_card",
-                              "prompt_tokens", "cached_tokens", "checkpoints_spilled", "checkpoints_fetched", "checkpoints_dropped"],
+                              "prompt_tokens", "cached_tokens", "checkpoints_spilled", "checkpoints_fetched",
+                              "checkpoints_dropped"],
                              0) | {"requests_running": self.n_running, "kv_pages": 1,
                                    "generated_tokens": self.n_generated} | drafts
 
