@@ -1,9 +1,9 @@
 """Two to a thousand replicas, simulated: `python -m benchmarks.replica_simulation [--plot FILE.svg] [--json FILE]`.
 
 Conversations arrive in bursts (gaps drawn from a gamma distribution with a coefficient of variation of 2, as BurstGPT
-reports for public services; Wang et al., 2024), share system prompts by Zipf's law, and go on for several turns. Three
+reports for services; Wang et al., 2024), share system prompts by Zipf's law, and go on for several turns. Three
 ways to choose a replica are compared: at random, the one with the fewest open requests, and the front's own Table
-(engine/replicas/table.py), which runs here as it does in a front. A replica reads prompts one after the other and writes
+(engine/replicas/table.py), which runs here as it does in a front. A replica reads one prompt after the other and writes
 answers side by side; it keeps the beginnings that were used last, as many as its memory holds.
 
 What a replica and a front take is measured on one replica and given here (benchmarks/results.md, "Replicas on Ray"); so

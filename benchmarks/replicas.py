@@ -78,8 +78,9 @@ class Waiting(TextOnly, TextEngine):
 
     def stats(self):
         drafts = {name: (0,) * 7 for name in ("drafts_checked", "drafts_accepted")}
-        return dict.fromkeys(["requests_waiting", "kv_pages_used", "checkpoints", "checkpoints_on_card", "prompt_tokens",
-                              "cached_tokens", "checkpoints_spilled", "checkpoints_fetched", "checkpoints_dropped"],
+        return dict.fromkeys(["requests_waiting", "kv_pages_used", "checkpoints", "checkpoints_on_card",
+                              "prompt_tokens", "cached_tokens", "checkpoints_spilled", "checkpoints_fetched",
+                              "checkpoints_dropped"],
                              0) | {"requests_running": self.n_running, "kv_pages": 1,
                                    "generated_tokens": self.n_generated} | drafts
 
@@ -88,7 +89,7 @@ def loaded(**arguments):
     return qengine.load(card="emulated", progress=False, **arguments)
 
 
-# ---- clusters and clients --------------------------------------------------------------------------------------------
+# ---- clusters and clients ------------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
@@ -171,7 +172,8 @@ def speed(port: int, n_clients: int, n_tokens: int, n_each: int = 1, seed: int =
 
     def client(i):
         for turn in range(n_each):
-            body = {"prompt": f"Say it: {seed} {i} {turn}", "max_tokens": n_tokens, "temperature": 0, "ignore_eos": True}
+            body = {"prompt": f"Say it: {seed} {i} {turn}", "max_tokens": n_tokens, "temperature": 0,
+                    "ignore_eos": True}
             counted.append(ask(port, "/v1/completions", body)[2]["completion_tokens"])
 
     seconds = together(n_clients, client)
@@ -182,7 +184,7 @@ def app(engine):
     return create_app(engine, max_requests=256)
 
 
-# ---- the measurements ---------------------------------------------------------------------------------------------------
+# ---- the measurements ----------------------------------------------------------------------------------------------
 
 
 def overhead(options) -> dict:
@@ -227,7 +229,8 @@ def two_nodes(options) -> dict:
     model, found = Facts.of(Waiting()), {}
     with nodes(2):
         for n in 1, 2:
-            with replicas("waiting", n, model, pace=0.1, n_slots=4) as engine, serving(app(engine), "127.0.0.1", 0) as port:
+            with replicas("waiting", n, model, pace=0.1, n_slots=4) as engine, \
+                    serving(app(engine), "127.0.0.1", 0) as port:
                 speed(port, 16, 5)
                 found[n] = speed(port, 16, 50)
     return {"tokens/s": {f"{n} replicas": round(each) for n, each in found.items()},
@@ -329,7 +332,7 @@ def resident_mb() -> int:
 
 
 def front(options) -> dict:
-    """The clients are a process of their own; the front has one processor, and the replicas write as fast as is asked."""
+    """The clients are a process of their own; the front has one processor, and replicas write as fast as is asked."""
     from concurrent.futures import ProcessPoolExecutor
     import multiprocessing
     model, found = Facts.of(Waiting()), {}
@@ -368,7 +371,7 @@ def main() -> int:
     parser.add_argument("--replicas", type=int, default=3, help="of soak (default: 3)")
     parser.add_argument("--minutes", type=float, default=5, help="of soak (default: 5)")
     parser.add_argument("--kill-every", type=float, default=60, help="seconds, of soak (default: 60)")
-    parser.add_argument("--rates", type=lambda text: [int(each) for each in text.split(",")], default=[1000, 2000, 4000],
+    parser.add_argument("--rates", type=lambda text: [int(n) for n in text.split(",")], default=[1000, 2000, 4000],
                         help="tokens/s that the engines of front write together (default: 1000,2000,4000)")
     parser.add_argument("--seconds", type=float, default=10, help="of each rate of front (default: 10)")
     parser.add_argument("--json", metavar="FILE", help="write the figures there, too")

@@ -152,8 +152,8 @@ def replicas(text: str) -> tuple[int, int]:
     """An argparse type: "3", or "1,4" for one to four by load."""
     numbers = whole_numbers(text)
     if len(numbers) > 2 or numbers[-1] < numbers[0] or numbers[-1] > limits.MOST_REPLICAS:
-        raise argparse.ArgumentTypeError(f"must be one number or the fewest and the most, up to {limits.MOST_REPLICAS}, "
-                                         f"not {text!r}")
+        raise argparse.ArgumentTypeError(f"must be one number or the fewest and the most, up to "
+                                         f"{limits.MOST_REPLICAS}, not {text!r}")
     return numbers[0], numbers[-1]
 
 

@@ -87,7 +87,7 @@ def test_help(capsys):
                    "-embedding-model", "-embedding-card", "-reranking-model", "-reranking-card", "-image", "-mmproj",
                    "-image-tokens", "-system", "-version"):
         assert f" -{option} " in out
-    assert out.startswith("usage: python qengine.py [-m MODEL] ") and out.count("  python qengine.py") == 12
+    assert out.startswith("usage: python qengine.py [-m MODEL] ") and out.count("  python qengine.py") == 13
     assert max(map(len, out.splitlines())) <= 110
 
 

@@ -9,11 +9,10 @@ import sys
 import pytest
 
 from benchmarks import replica_simulation as simulation
-from cli.main import main
 from cli.options import build_parser, check_options
 from cli.replicas import card_of
-from engine.prefix import PAGE_TOKENS, PrefixCache, marks_of
-from engine.replicas import front, table, wire
+from engine.prefix import PAGE_TOKENS, marks_of
+from engine.replicas import table, wire
 from engine.replicas.jobs import Differs, RemoteAnswer, RemoteTexts
 from engine.replicas.table import AWAY, Table
 from engine.pooling import TextsRequest
@@ -25,7 +24,7 @@ from tests.tiny import ROOT
 PAGE = list(range(PAGE_TOKENS))
 
 
-# ---- marks ------------------------------------------------------------------------------------------------------------
+# ---- marks ---------------------------------------------------------------------------------------------------------
 
 
 def test_marks_stand_for_beginnings():
@@ -53,7 +52,7 @@ def test_an_engine_tells_the_marks_of_what_it_keeps(engine):
     assert engine.marks() == []
 
 
-# ---- the table ------------------------------------------------------------------------------------------------------------
+# ---- the table -----------------------------------------------------------------------------------------------------
 
 
 def facts(n_slots=4):
@@ -173,7 +172,7 @@ def test_the_account_is_right_whatever_happens():
     assert one.holders == {} and all(each.n_open == 0 for each in one.listed())
 
 
-# ---- on the wire ------------------------------------------------------------------------------------------------------------
+# ---- on the wire ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("error", [ContextExceeded(10, 5), RequestError("grammar", "it is wrong"),
@@ -193,7 +192,7 @@ def test_requests_travel():
     assert wire.unpacked(wire.packed(request)) == request
 
 
-# ---- answers that begin again --------------------------------------------------------------------------------------------
+# ---- answers that begin again --------------------------------------------------------------------------------------
 
 
 class NoLink:
@@ -232,7 +231,7 @@ def test_cancelling_reaches_the_link():
         assert link.dropped is job and job.cancelled and job.overdue() is None
 
 
-# ---- options --------------------------------------------------------------------------------------------------------------
+# ---- options -------------------------------------------------------------------------------------------------------
 
 
 def parsed(*arguments):
@@ -281,7 +280,7 @@ def test_what_a_front_needs_imports_no_ray():
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
 
 
-# ---- the simulation ---------------------------------------------------------------------------------------------------------
+# ---- the simulation ------------------------------------------------------------------------------------------------
 
 
 def test_the_choice_by_marks_spares_more_in_the_simulation():

@@ -20,12 +20,10 @@ import qengine
 from engine.images import Picture
 from engine.pooling import TextsRequest
 from engine.replicas import cluster, files, front
-from engine.replicas.cluster import Recipe
 from engine.request import DeadlineExceeded, EngineStopped, ModelError, Request, RequestError
 from engine.served import Facts
 from tests.clients import CHAT, HI, app_of, send, serving, wait_until
 from tests.models import TINY
-from tests.paced import PacedEngine
 from tests.replicas import kill, nodes, pooling_model, replicated, until_up, wish_for
 from tests.scripted import ScriptedEngine, ScriptedPooling, shipped
 
@@ -184,7 +182,7 @@ def test_embeddings_and_scores(two_nodes):
         wait_until(lambda: engine.stats()["requests"] == 2)
 
 
-# ---- who waits no longer --------------------------------------------------------------------------------------------
+# ---- who waits no longer -------------------------------------------------------------------------------------------
 
 
 def running(engine):
@@ -249,7 +247,7 @@ def test_metrics_and_health_name_replicas_and_nodes(paced):
     assert len(each) == 2 and sum(each) == total > 0
 
 
-# ---- what dies --------------------------------------------------------------------------------------------------------
+# ---- what dies -----------------------------------------------------------------------------------------------------
 
 
 def begun(engine, n):
@@ -313,7 +311,7 @@ def test_a_node_that_dies(two_nodes):
         until_up(engine, 2)
 
 
-# ---- what changes -------------------------------------------------------------------------------------------------------
+# ---- what changes --------------------------------------------------------------------------------------------------
 
 
 def test_a_front_that_starts_again_finds_the_replicas(paced):
@@ -378,7 +376,7 @@ def test_no_cluster_is_a_sentence():
     assert done.stdout.startswith("no cluster of Ray answers at 127.0.0.1:9") and done.stdout.count("\n") == 1
 
 
-# ---- files ----------------------------------------------------------------------------------------------------------------
+# ---- files ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("n_bytes", [1, (1 << 20) + 5])

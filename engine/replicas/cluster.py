@@ -127,7 +127,8 @@ def running(application: str) -> Wish | None:
 
 def link(wish: Wish, on_facts=lambda facts: None, meanwhile=lambda: None) -> tuple[Link, dict]:
     """Joins this process with the replicas, once one is up. Returns (Link, what that one says of itself). meanwhile():
-    is called again and again until then. Raises ModelError where none can be started, RequestError where none answers."""
+    is called again and again until then. Raises ModelError where none can be started, RequestError where none
+    answers."""
     found = Link(serve.get_app_handle(wish.application), wish.application, on_facts)
     asked = found.call("hello")
     try:

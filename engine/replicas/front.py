@@ -1,9 +1,9 @@
 """The front: all replicas of a model as one engine, which is what a server sees.
 
 A Link has a thread with an event loop. It holds what is open, listens to each replica, and begins anew elsewhere what a
-lost replica had. A replica counts as lost when its stream breaks, and as hanging when nothing at all has come from it
-for MOST_LOOKS looks: one that is merely slow reports all the same. Looks are counted, not seconds, so that time in which
-the front itself is suspended does not count against a replica.
+lost replica had. A replica counts as lost when its stream breaks, and as hanging when nothing at all has come from
+it for MOST_LOOKS looks: one that is merely slow reports all the same. Looks are counted, not seconds: time
+in which the front itself is suspended does not count against a replica.
 """
 
 import asyncio
@@ -325,7 +325,8 @@ class Replicated:
     def __init__(self, link: Link, model: Facts, facts: dict):
         """facts: of one replica, as it has told them."""
         self.link, self.kind = link, model.kind
-        self.name, self.tokenizer, self.template, self.details = model.name, model.tokenizer, model.template, model.details
+        self.name, self.details = model.name, model.details
+        self.tokenizer, self.template = model.tokenizer, model.template
         self.n_ctx, self.n_dims, self.one = facts["n_ctx"], facts["n_dims"], facts
         link.be_of(fingerprint(model.tokenizer))
 
@@ -377,7 +378,7 @@ class ReplicatedText(Replicated, TextOnly, TextEngine):
         return encode_prompt(self.tokenizer, text, self.n_ctx)
 
     def submit(self, request: Request) -> RemoteAnswer:
-        """Raises RequestError, EngineStopped. A grammar is checked where the answer is computed, so that takes a call."""
+        """Raises RequestError, EngineStopped. A grammar is checked where the answer is computed."""
         request.check(self.tokenizer.n_vocab, self.n_ctx)
         keys = pictures_of(request.prompt_ids, request.pictures, self.eyes).keys(request.prompt_ids)
         if request.seed is None:                # an answer that begins again draws the same numbers

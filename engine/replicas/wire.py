@@ -1,7 +1,7 @@
 """What crosses the network between a front and its replicas: bytes and tuples, since Ray is fastest with these.
 
     request     bytes of a pickled Request or TextsRequest, from a front, once for each answer
-    events      [(id, n_read, n_cached, deltas or rows, end)], from a replica, of each answer to which something happened
+    events      [(id, n_read, n_cached, deltas or rows, end)], from a replica, of each answer that has news
     report      what a replica says of itself, at least once every REPORT_SECONDS
 
 Pickles are read only of a request, by a replica, and come from a front of the same cluster: whoever can reach Ray's
@@ -15,7 +15,7 @@ from engine.pooling import TextsRequest
 from engine.request import ContextExceeded, DeadlineExceeded, Delta, EngineStopped, Request, RequestError
 
 REPORT_SECONDS = 1.0        # between two messages of a replica, at most
-GAP = 0.02                  # seconds between messages with nothing urgent: a message costs both ends about a millisecond
+GAP = 0.02                  # seconds between messages with nothing urgent: each costs both ends about a millisecond
 WHOLE = "ended"             # the end of an answer that did not fail
 
 
