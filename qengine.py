@@ -2288,8 +2288,7 @@ def load(model: str | Path | OpenModel = DEFAULT_MODEL, card: str | Card | list[
     draft: most drafts of an answer in a decode step, 0 to 7; "off" is 0, "auto" is as many as pay. expert_memory: bytes
     of each card for experts (engine/expert_store.py); by default for all. products: what multiplies the rows of
     prompts, "dp4a", "tensor" or the faster (kernels/products.py). kv: a format of kernels/kv_formats.py. mmproj: the
-    file of a model's eyes, "synthetic", "none"; by default those beside it on the Hub, and DEFAULT_MODEL's own.
-    image_tokens: fewest and most tokens of a picture.
+    file of a model's eyes, "synthetic", "none"; by default its own. image_tokens: fewest and most of a picture.
     Raises ModelError, RequestError, CompileError, CardError (OutOfMemory shows what did not fit, and what would).
     """
     opened = (model if isinstance(model, OpenModel) else open_model(model)).keeping(kv)
