@@ -2321,8 +2321,7 @@ def load(model: str | Path | OpenModel = DEFAULT_MODEL, card: str | Card | list[
     of each card for experts (engine/expert_store.py); by default for all. products: what multiplies the rows of
     prompts, "dp4a", "tensor" or the faster (kernels/products.py). kv: a format of kernels/kv_formats.py. sparse: long
     prompts leave out keys (kernels/block_sparse.py): "off", "ask" where requests do, "on" unless they refuse. mmproj:
-    file of a model's eyes, "synthetic", "none"; by default those beside it on the Hub, and DEFAULT_MODEL's own.
-    image_tokens: fewest and most tokens of a picture.
+    file of a model's eyes, "synthetic", "none"; by default its own. image_tokens: fewest and most of a picture.
     Raises ModelError, RequestError, CompileError, CardError (OutOfMemory shows what did not fit, and what would).
     """
     opened = (model if isinstance(model, OpenModel) else open_model(model)).keeping(kv)

@@ -32,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from models import data, tasks  # noqa: E402
 from models.checkpoint import Checkpoint, load_checkpoint, save_checkpoint  # noqa: E402
 from models.evaluate import show_scores, torch_scores  # noqa: E402
-from models.export import read_gguf, read_tokenizer  # noqa: E402
+from models.export import read_gguf, read_tokenizer, read_tower  # noqa: E402
 from models.lessons import Lessons, show_facts  # noqa: E402
 from models.network import Network, Seen, Shape  # noqa: E402
 from models.tower import Tower, TowerShape  # noqa: E402
@@ -383,9 +383,10 @@ def draw_history(history: list, path: Path):
     figure.savefig(path, dpi=120)
 
 
-def new_checkpoint(seed: int, workers: int, n_texts: int = TOKENIZER_TEXTS, start: str | None = None) -> Checkpoint:
-    """An untrained tower, and the network and the tokenizer of the file `start`, or an untrained network and a
-    tokenizer trained on samples of the text."""
+def new_checkpoint(seed: int, workers: int, n_texts: int = TOKENIZER_TEXTS, start: str | None = None,
+                   tower: str | None = None) -> Checkpoint:
+    """The network and the tokenizer of the file `start`, or an untrained network and a tokenizer trained on samples of
+    the text; the tower of the file `tower`, or an untrained one."""
     torch.manual_seed(seed)
     shape = Shape()
     if start:
@@ -397,7 +398,8 @@ def new_checkpoint(seed: int, workers: int, n_texts: int = TOKENIZER_TEXTS, star
         tokenizer, network = data.train_tokenizer(texts, shape.n_vocab), Network(shape)
         print(f"tokenizer: {tokenizer.get_vocab_size()} tokens from {len(texts)} texts", flush=True)
     hidden = network.shape.hidden
-    return Checkpoint(network, tokenizer, seed, tower=Tower(TowerShape(hidden=hidden)), lessons=Lessons(hidden))
+    eyes = read_tower(tower) if tower else Tower(TowerShape(hidden=hidden))
+    return Checkpoint(network, tokenizer, seed, tower=eyes, lessons=Lessons(hidden))
 
 
 def main():
@@ -407,6 +409,7 @@ def main():
     parser.add_argument("--part", type=float, default=math.inf,
                         help="stop after so many of these minutes or steps, to --resume")
     parser.add_argument("--start", metavar="FILE", help="a model file with whose network and tokenizer a run begins")
+    parser.add_argument("--tower", metavar="FILE", help="the file with the tower of a run that starts from a file")
     parser.add_argument("--resume", metavar="DIR", help="go on from this checkpoint")
     parser.add_argument("--out", metavar="DIR", default="checkpoint", help="where the checkpoint goes")
     parser.add_argument("--rate", type=float, default=RATE,
@@ -423,6 +426,8 @@ def main():
         parser.error("give --minutes or --steps")
     if options.resume and options.seed is not None:
         parser.error("the seed is that of the checkpoint to resume")
+    if options.tower and not options.start:
+        parser.error("--tower is for a run with --start")
     if options.resume and options.start:
         parser.error("the checkpoint to resume has its own network: leave --start out")
     if Path(options.out).exists() and options.out != options.resume:
@@ -432,7 +437,8 @@ def main():
     workers = max(1, os.cpu_count() - 2)
     torch.set_float32_matmul_precision("high")
     checkpoint = (load_checkpoint(options.resume) if options.resume else
-                  new_checkpoint(1 if options.seed is None else options.seed, workers, n_texts, options.start))
+                  new_checkpoint(1 if options.seed is None else options.seed, workers, n_texts, options.start,
+                                 options.tower))
     if checkpoint.tower is None:
         parser.error(f"{options.resume} has no tower, which is trained together with the network")
     if device == "cuda":

@@ -369,6 +369,7 @@ def test_the_phases_of_the_run():
 
 @pytest.mark.parametrize("options, complaint", [
     ([], "--minutes or --steps"), (["--steps", "2", "--resume", "x", "--start", "y"], "--start"),
+    (["--steps", "2", "--tower", "x"], "--tower"),
     (["--steps", "2", "--resume", "x", "--seed", "1"], "seed"),
     (["--steps", "2", "--out", "."], "exists")])
 def test_options_that_are_refused(options, complaint, monkeypatch, capsys):

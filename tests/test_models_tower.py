@@ -452,6 +452,20 @@ def test_a_trial_trains_and_goes_on(tmp_path, monkeypatch, capsys):
     assert "no tower" in capsys.readouterr().err
 
 
+def test_a_run_starts_from_the_shipped_files():
+    """With all of their weights and tokens, and room for rows as long as those of the run."""
+    made = train.new_checkpoint(1, 1, start=evaluate.FILE, tower=evaluate.TOWER_FILE)
+    files = export.read_gguf(evaluate.FILE), export.read_tower(evaluate.TOWER_FILE)
+    for ours, theirs in zip((made.network, made.tower), files, strict=True):
+        for name, values in theirs.named_parameters():
+            assert torch.equal(ours.get_parameter(name), values)
+    assert made.tokenizer.to_str() == export.read_tokenizer(evaluate.FILE).to_str()
+    assert made.network.shape.context >= train.PHASES[-1].layout.n_tokens
+    untrained = train.new_checkpoint(1, 1, start=evaluate.FILE).tower
+    assert not torch.equal(untrained.mm["2"].weight, made.tower.mm["2"].weight)
+    assert untrained.mm["2"].weight.shape == made.tower.mm["2"].weight.shape
+
+
 def test_checkpoints_keep_the_tower(tokenizer, tmp_path):
     checkpoint = new_checkpoint(tokenizer)
     checkpoint.optimizer = train.Optimizer(checkpoint.network, checkpoint.tower, checkpoint.lessons).tensors()

@@ -144,7 +144,7 @@ class Canvas:
                 ends = [(x + (to_x - x) * part / n, y + (to_y - y) * part / n) for part in (i, i + 0.55)]
                 self.pen.line(ends, colour, max(1, round(SCALE * width)))
 
-    def box(self, left: float, top: float, right: float, bottom: float, fill, round_by: float = 0,
+    def box(self, left: float, top: float, right: float, bottom: float, fill, round_by: float = 0, *,
             facts: dict | None = None):
         corners = [round(SCALE * side) for side in (left, top, right, bottom)]
         self.pen.rounded_rectangle((*corners[:2], corners[2] - 1, corners[3] - 1), SCALE * round_by, fill)
@@ -152,7 +152,7 @@ class Canvas:
             self.notes.append(Area([(left, top), (right, top), (right, bottom), (left, bottom)], facts))
 
     def text(self, x: float, y: float, text: str, size: float, colour=None, font: str = "sans", turn: float = 0,
-             anchor: tuple[float, float] = (0.5, 0.5), facts: dict | None = None):
+             anchor: tuple[float, float] = (0.5, 0.5), *, facts: dict | None = None):
         """Text with its box's point `anchor`, from (0, 0) at its upper left to (1, 1), at x and y. turn: degrees to the
         left. facts: what is noted of it, if anything."""
         mask = _written(text, round(SCALE * size), font)
