@@ -215,8 +215,10 @@ class Chat:
                 raise RequestError("command", f"there is no {name}: /help lists the commands; a message may begin with "
                                               "a space")
             COMMANDS[name].work(self, argument)
-        except (RequestError, OSError) as error:
+        except RequestError as error:
             qengine.note(f"qengine: {error}")
+        except OSError as error:
+            qengine.note(f"qengine: {argument}: {error.strerror}")
 
     def help(self, _):
         width = max(len(f"{name} {command.argument}") for name, command in COMMANDS.items())

@@ -162,7 +162,8 @@ def test_what_begins_like_a_command(capsys, loaded, monkeypatch):  # noqa: F811
     assert code == 0 and len(prompts) == 2 and "/usr/bin is" in prompts[0] and "/help me" in prompts[1]
     said = [line for line in err.splitlines() if line.startswith("qengine: ")]
     assert len(said) == 5 and "there is no /nonsense" in said[0] and "/save needs the name of a file" in said[1]
-    assert "/nowhere/a.md" in said[2] and "~nobody.here" in said[3] and "/save needs the name of a file" in said[4]
+    assert said[2] == "qengine: /nowhere/a.md: No such file or directory"
+    assert "~nobody.here" in said[3] and "/save needs the name of a file" in said[4]
 
 
 def test_every_command_does_something_and_has_a_meaning():

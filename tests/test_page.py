@@ -191,6 +191,18 @@ def test_what_is_told_of_an_answer(page, engine):
     expect(page.get_by_label("Message")).to_be_focused()
 
 
+def test_an_answer_that_arrives_in_one_piece_has_no_speed(page):
+    """Its tokens stand in the browser's buffer, and reading them from there is no speed of the server."""
+    events = [{"choices": [{"delta": {"content": f"word {i} "}}]} for i in range(20)]
+    events.append({"choices": [], "usage": {"prompt_tokens": 5, "completion_tokens": 20}})
+    page.route("**/v1/chat/completions", lambda route: route.fulfill(
+        content_type="text/event-stream", body="".join(f"data: {json.dumps(event)}\n\n" for event in events)))
+    page.get_by_label("Message").fill("hello")
+    page.get_by_label("Message").press("Enter")
+    expect(answers(page)).to_contain_text("20 tokens · first after")
+    expect(answers(page)).not_to_contain_text("tokens/s")
+
+
 def test_stop_keeps_what_was_written_and_ends_the_generation(page, engine):
     say(page, "long", wait=False)
     expect(answers(page)).to_contain_text("word word")

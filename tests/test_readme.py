@@ -1,6 +1,7 @@
 """What README.md and the pages in docs/ promise: links lead somewhere, commands and snippets do what they say, and
 tables of --plan are those of today. Their figures are compared by tests/test_figures.py."""
 
+import base64
 import contextlib
 import io
 import json
@@ -31,8 +32,8 @@ LINKED = PAGES | {name: (ROOT / name).read_text(encoding="utf-8")
 # <!-- name --> and, on the next line, a block of code; of every page.
 FOUND = re.findall(r"^<!-- (\w+) -->\n```\w+\n(.*?)\n```$", "\n".join(PAGES.values()), re.M | re.S)
 BLOCKS = dict(FOUND)
-TESTED = {"tests", "generate", "transcript", "serve", "curl", "openai", "notebook", "plan", "planned", "engine", "look",
-          "counting", "approximate"}
+TESTED = {"tests", "generate", "transcript", "serve", "curl", "sees", "openai", "notebook", "plan", "planned", "engine",
+          "look", "patch", "counting", "approximate"}
 
 
 def qengine_arguments(command):
@@ -220,6 +221,7 @@ def test_setup_is_the_same_for_generating_and_testing():
 
 def test_conversation(capsys, monkeypatch):
     """The first command gives the answers of the transcript to its questions."""
+    monkeypatch.chdir(ROOT)
     lines = BLOCKS["transcript"].splitlines()
     questions = [line.removeprefix("> ") for line in lines if line.startswith("> ")]
     typed = io.TextIOWrapper(io.BytesIO("\n".join(questions).encode()), encoding="utf-8")
@@ -245,6 +247,8 @@ def test_snippets_of_the_page_on_python(capsys, monkeypatch):
         exec(BLOCKS["look"], names)
         n, hidden = names["seen"]["layer 2"].shape
         assert hidden == names["engine"].config.hidden_dim and names["seen"]["logits"].shape[0] == n
+        exec(BLOCKS["patch"], names)
+        assert abs(names["changed"]["logits"] - names["seen"]["logits"]).max() > 0
         exec(BLOCKS["counting"], names)
         exec(BLOCKS["approximate"], names)
     finally:
@@ -259,10 +263,17 @@ def test_openai_snippet(address, capsys):
     assert "어텐션" in capsys.readouterr().out
 
 
-def test_curl(address):
-    command = shlex.split(BLOCKS["curl"])
+def with_files(command):
+    """A shell command with each file in place of the $(base64 -w0 FILE) that reads it."""
+    return re.sub(r"\$\(base64 -w0 ([\w./-]+)\)",
+                  lambda found: base64.b64encode((ROOT / found[1]).read_bytes()).decode(), command)
+
+
+@pytest.mark.parametrize("name, words", [("curl", "8-bit integers"), ("sees", "3")])
+def test_curl(address, name, words):
+    command = shlex.split(with_files(BLOCKS[name]))
     url, header, body = command[1], command[command.index("-H") + 1], command[command.index("-d") + 1]
     request = urllib.request.Request(re.sub("http://.*/v1", address, url), body.encode(),
                                      dict([header.split(": ")]))
     with contextlib.closing(urllib.request.urlopen(request)) as answer:
-        assert "8-bit integers" in json.load(answer)["choices"][0]["message"]["content"]
+        assert words in json.load(answer)["choices"][0]["message"]["content"]

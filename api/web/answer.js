@@ -1,6 +1,10 @@
 "use strict";
 // One answer: the request, its stream, and the line below the answer.
 
+// Milliseconds. Tokens that arrive closer together came in one piece, of a browser or a network that was busy: how far
+// apart they arrive is then not how fast they were made.
+const ONE_PIECE = 10;
+
 const headers = () => ({"Content-Type": "application/json", ...apiKey && {Authorization: `Bearer ${apiKey}`}});
 
 /** What is asked of the server, GET, as JSON; null where it says nothing. */
@@ -172,7 +176,7 @@ function finish(message, {sent, first, last, usage, cut, before, after}) {
     usage.completion_tokens_details ?? {};
   const experts = before && after ? after.used - before.used : 0;
   message.figures = [count(answer, "token"),
-    answer > 1 && last > first && `${rounded(1000 * (answer - 1) / (last - first))} tokens/s`,
+    answer > 1 && last - first > ONE_PIECE && `${rounded(1000 * (answer - 1) / (last - first))} tokens/s`,
     right + wrong > 0 && `accepted ${rounded(100 * right / (right + wrong))} %`,
     experts > 0 && `${rounded(100 * (after.hits - before.hits) / experts)} % of experts on the card`,
     first && `first after ${rounded((first - sent) / 1000)} s`,
