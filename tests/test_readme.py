@@ -107,7 +107,7 @@ def test_sections_of_the_results_that_are_named_exist():
     """Docstrings refer to sections of benchmarks/results.md by their names."""
     sections = anchors(RESULTS)
     named = {name for folder in ("kernels", "engine") for file in (ROOT / folder).rglob("*.py")
-             for name in re.findall(r"results\.md,\s+(?:section\s+)?(\w+)", file.read_text())}
+             for name in re.findall(r"results\.md,\s+(?:sections?\s+)?(\w+)", file.read_text())}
     assert len(named) >= 6 and named <= sections
 
 
