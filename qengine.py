@@ -2320,9 +2320,8 @@ def load(model: str | Path | OpenModel = DEFAULT_MODEL, card: str | Card | list[
     draft: most drafts of an answer in a decode step, 0 to 7; "off" is 0, "auto" is as many as pay. expert_memory: bytes
     of each card for experts (engine/expert_store.py); by default for all. products: what multiplies the rows of
     prompts, "dp4a", "tensor" or the faster (kernels/products.py). kv: a format of kernels/kv_formats.py. sparse: long
-    prompts leave out keys (kernels/block_sparse.py): "off", "ask" where requests do, "on" unless they refuse. mmproj:
-    file of a model's eyes, "synthetic", "none"; by default those beside it on the Hub, and DEFAULT_MODEL's own.
-    image_tokens: fewest and most tokens of a picture.
+    prompts leave out keys (kernels/block_sparse.py): "off", "ask" where requests do, "on" unless they refuse. mmproj: a
+    model's eyes, "synthetic", "none"; by default those on the Hub or DEFAULT_MODEL's. image_tokens: of a picture.
     Raises ModelError, RequestError, CompileError, CardError (OutOfMemory shows what did not fit, and what would).
     """
     opened = (model if isinstance(model, OpenModel) else open_model(model)).keeping(kv)
