@@ -81,14 +81,15 @@ def local_eyes(mmproj: str | Path | None, model: str | Path, note: Callable[[str
     """The path of the file with a model's eyes; None for none.
 
     mmproj: a user's name for it; "none"; or None, which means the file in the model's repository, if the model is one
-    of the Hub and there is any, and that of the small model that comes with qengine. model: a user's name for the model. note: as for `local_path`. The answer is kept, so
-    that a server that goes on with other cards needs the Hub no more. Raises ModelError.
+    of the Hub and there is any, and that of the small model that comes with qengine, however its path is written.
+    model: a user's name for the model. note: as for `local_path`. The answer is kept, so that a server that goes on
+    with other cards needs the Hub no more. Raises ModelError.
     """
     if mmproj == "none":
         return None
     if mmproj is not None:
         return local_path(mmproj, note, EYES)
-    if Path(model) == DEFAULT_MODEL:
+    if Path(model).resolve() == DEFAULT_MODEL:
         return DEFAULT_EYES
     if not str(model).startswith(PREFIX):
         return None

@@ -153,7 +153,7 @@ class Request:
             raise RequestError("stop", f"'stop' may hold {STOPS} strings, each of 1 to {STOP_LETTERS} letters")
         if self.draft is not None and not is_within(int, self.draft, 0, MOST_DRAFTS):
             raise RequestError("draft", f"'draft' must be a whole number from 0 to {MOST_DRAFTS}")
-        if self.sparse not in (None, True, False):
+        if self.sparse is not None and not isinstance(self.sparse, bool):
             raise RequestError("sparse", "'sparse' must be true or false")
         if self.timeout is not None and not 0 < self.timeout < math.inf:
             raise RequestError("timeout", "'timeout' must be a number of seconds above 0")

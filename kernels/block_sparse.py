@@ -11,8 +11,9 @@ kernels/attention.py reads no other. Of a page of queries and its group of query
                but at most a budget of n / share + base pages of the n that these queries see
 
 Queries are averaged, keys are not: one key that matters is seen in a page of 64. Sums of anti-diagonals, which cost as
-much, and means of keys find less of the true weights (benchmarks/results.md, section block_sparse). The first pages of a text (`sinks`) and the nearest ones (`near`, with the
-page itself) are always kept, and so is everything while there are few pages (`dense`). `Rule` holds these numbers.
+much, and means of keys find less of the true weights (benchmarks/results.md, section block_sparse). The first pages of
+a text (`sinks`) and the nearest ones (`near`, with the page itself) are always kept, and so is everything while there
+are few pages (`dense`). `Rule` holds these numbers.
 
     q          float16 [rows, heads, D]         rotated, with attention's scale, as for kernels/attention.py
     pages      of keys, in a KV format (kernels/kv_formats.py)

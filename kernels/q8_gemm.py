@@ -529,9 +529,10 @@ FORMAT_CASES = [(1, 1, 1), (33, 3, 31), (130, 2, 65)]  # n, blocks of the file i
 
 
 def compare(card, n, k, rows, add=False, multiply=gemm, format=FORMATS["Q8_0"]):
-    """Multiplies random matrices. Returns three arrays [rows, n]: what came, what is right, and by how much rounding may
-    make them differ: 2**-24 of the sum of magnitudes for every link of the chain over the blocks, for the product of the
-    scales and for the addition to y. multiply: called as `gemm_q8_q8` is. AssertionError if it wrote elsewhere."""
+    """Multiplies random matrices. Returns three arrays [rows, n]: what came, what is right, and by how much rounding
+    may make them differ: 2**-24 of the sum of magnitudes for every link of the chain over the blocks, for the product
+    of the scales and for the addition to y. multiply: called as `gemm_q8_q8` is. AssertionError if it wrote
+    elsewhere."""
     rng = np.random.default_rng((n, k, rows))
     raw, (xq, xd) = random_raw(rng, format, n, k), random_activations(rng, rows, k)
     before = rng.standard_normal((rows, n), np.float32)

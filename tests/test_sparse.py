@@ -168,8 +168,9 @@ def test_who_may_ask(card):
     with pytest.raises(RequestError, match="loaded without --sparse"):
         answer(engine, PROMPT[:9], True)
     assert answer(engine, PROMPT[:9], False)[1].keys_seen == 0
-    with pytest.raises(RequestError, match="true or false"):
-        answer(engine, PROMPT[:9], "yes")
+    for wrong in "yes", 1, 0.0:
+        with pytest.raises(RequestError, match="true or false"):
+            answer(engine, PROMPT[:9], wrong)
     engine.close()
     with pytest.raises(RequestError, match="sparse must be off, ask, on"):
         loaded(card, sparse="maybe")
