@@ -10,6 +10,9 @@ kernels/attention.py reads no other. Of a page of queries and its group of query
     kept     = the fewest pages whose M_p are the largest and hold all but 2^-s of the sum of all M_p,
                but at most a budget of n / share + base pages of the n that these queries see
 
+A page with a score m_r . k_j that is not finite is always kept, whatever the budget: an answer must show what is broken
+as it would with all keys. Its L is NaN, and its M has the bit BROKEN.
+
 Queries are averaged, keys are not: one key that matters is seen in a page of 64. Sums of anti-diagonals, which cost as
 much, and means of keys find less of the true weights (benchmarks/results.md, section block_sparse). The first pages of
 a text (`sinks`) and the nearest ones (`near`, with the page itself) are always kept, and so is everything while there
@@ -67,6 +70,7 @@ KEEP_WARPS = 8              # of a block of keep_pages
 UNIT = 1 << 24              # M of a mean whose whole weight is in one page
 MOST_MEANS = 64             # of a page and KV head: 16 query heads share it at most
 STEPS = 31                  # of the binary search: the sum of all M stays below 2^31
+BROKEN = 1 << STEPS         # of an M: a level of its page is NaN
 SUMS, SCALES = 2 * STEPS + 2, 2 * MOST_MEANS
 THREADS = 32 * KEEP_WARPS
 DIMS = 8                    # of a lane in an access of 16 bytes
@@ -133,20 +137,22 @@ def means_reference(q, start=0):
 
 def levels_reference(means, k):
     """means [n, heads, D], k [keys, n_kv, D], whole pages -> float64 [n_kv, n g, pages]: L of mean i and head h of a
-    group in row i g + h."""
+    group in row i g + h. NaN where a score is not finite."""
     n, n_heads, _ = means.shape
     n_kv = k.shape[1]
     scores = np.einsum("nkgd,jkd->kngj", means.reshape(n, n_kv, n_heads // n_kv, -1), np.asarray(k, np.float64))
     scores = scores.reshape(n_kv, -1, len(k) // PAGE, PAGE)
     high = scores.max(axis=-1)
-    return (high + np.log(np.exp(scores - high[..., None]).sum(axis=-1))) / math.log(2)
+    with np.errstate(invalid="ignore"):                 # inf - inf
+        broken = 0 * scores.sum(axis=-1)
+        return (high + np.log(np.exp(scores - high[..., None]).sum(axis=-1))) / math.log(2) + broken
 
 
 def masses_reference(levels):
     """Levels [means, pages] of the earlier pages of a page of queries -> M, before it is rounded down: float64
-    [means, pages]."""
-    p = 2.0 ** (np.asarray(levels, np.float64) - levels.max(axis=1, keepdims=True))
-    return p / p.sum(axis=1, keepdims=True) * UNIT
+    [means, pages]. NaN where a level is."""
+    p = 2.0 ** (np.asarray(levels, np.float64) - np.fmax.reduce(levels, axis=1, keepdims=True))
+    return p / np.nansum(p, axis=1, keepdims=True) * UNIT
 
 
 def kept_reference(masses, rule):
@@ -158,15 +164,15 @@ def kept_reference(masses, rule):
         return kept
     masses = [int(each) for each in masses]
     budget = max(rule.base + (number + 1) // rule.share - (number + 1 - len(free)), 0)
-    total = sum(masses)
-    held = total - sum(masses[i] for i in free)
+    total = sum(mass % BROKEN for mass in masses)
+    held = total - sum(masses[i] % BROKEN for i in free)
     least = 0               # the largest M for which what is kept would be enough, or too much
-    for value in sorted({masses[i] for i in free} | {1 << 31}):
-        above = [masses[i] for i in free if masses[i] >= value]
+    for value in sorted({min(masses[i], BROKEN) for i in free} | {BROKEN}):
+        above = [masses[i] % BROKEN for i in free if masses[i] >= value]
         if held + sum(above) >= total - (total >> rule.spare) or len(above) > budget:
             least = value
     if sum(masses[i] >= least for i in free) > budget:
-        least += 1
+        least = min(least + 1, BROKEN)
     kept[free] = [masses[i] >= least for i in free]
     return kept
 
@@ -285,7 +291,11 @@ def levels_kernel(expanded, head_dim):
                 b = power_of_two(cuda.fma(s[n + uint32(1)], float32(LOG2E), -high2))
                 c = power_of_two(cuda.fma(s[n + uint32(2)], float32(LOG2E), -high2))
                 d = power_of_two(cuda.fma(s[n + uint32(3)], float32(LOG2E), -high2))
-                level = cuda.fma(log(half_warp_sum((a + b) + (c + d))), float32(LOG2E), high2)
+                # Maxima, powers of two and logarithms hide a NaN. A score that is not finite makes the total NaN, and
+                # that the level; 0 times what is finite changes neither.
+                scores = (s[n] + s[n + uint32(1)]) + (s[n + uint32(2)] + s[n + uint32(3)])
+                total = half_warp_sum(cuda.fma(float32(0.0), scores, (a + b) + (c + d)))
+                level = cuda.fma(float32(0.0), total, cuda.fma(log(total), float32(LOG2E), high2))
                 r = uint32(upper * uint32(4) + i)
                 if key_lane == uint32(0) and uint32(mean + r) < n_means:
                     levels[uint64(uint64(first_row + r) * uint64(max_pages) + uint64(here))] = level
@@ -358,13 +368,16 @@ def keep_pages(kept, masses, levels, counts, row_slot, row_pos, first_query_page
         for i in range(rounds):
             p = uint32(uint32(uint32(i) * uint32(THREADS)) + thread)
             if p < number:
-                mass = uint32(0)
+                mass, broken = uint32(0), uint32(0)
                 for r in range(n_means):
                     at = uint64(uint64(uint32(first_mean + uint32(r))) * uint64(max_pages) + uint64(p))
                     n = uint32(uint32(2) * uint32(r))
-                    part = power_of_two(levels[at] - scales[n]) * scales[uint32(n + uint32(1))]
+                    level = levels[at]
+                    part = power_of_two(level - scales[n]) * scales[uint32(n + uint32(1))]
                     mass = uint32(mass + uint32(round_to_int(part)))
-                masses[uint64(own + uint64(p))] = mass
+                    if level != level:
+                        broken = uint32(BROKEN)
+                masses[uint64(own + uint64(p))] = uint32(mass | broken)
                 of_all = uint32(of_all + mass)
                 if p < sinks or p >= free_end:
                     held = uint32(held + mass)
@@ -385,7 +398,7 @@ def keep_pages(kept, masses, levels, counts, row_slot, row_pos, first_query_page
                 if p >= sinks and p < free_end:
                     m = uint32(masses[uint64(own + uint64(p))])
                     if m >= tried:
-                        n, mass = uint32(n + uint32(1)), uint32(mass + m)
+                        n, mass = uint32(n + uint32(1)), uint32(mass + uint32(m & uint32(BROKEN - 1)))
             at = uint32(uint32(2) * uint32(step))
             add_up(sums, at, n, mass, lane)
             cuda.syncthreads()
@@ -530,7 +543,9 @@ def check(card, format, case):
                 mine = masses[turn_page, head, :number]
                 of_card = levels[head, at:at + n_means, :number]
                 error = max(error, float(np.max(np.abs(of_card - want[head, at:at + n_means, :number]))))
-                assert np.max(np.abs(masses_reference(of_card).sum(axis=0) - mine)) <= n_means * UNIT * 2.0 ** -17
+                whole = masses_reference(of_card).sum(axis=0)
+                np.testing.assert_array_equal(mine >= BROKEN, np.isnan(whole))
+                assert np.nanmax(np.abs(whole - mine)) <= n_means * UNIT * 2.0 ** -17
             np.testing.assert_array_equal(got, kept_reference(mine, rule))
     assert error <= LEVEL_TOLERANCE, f"error {error}"
     assert counts.tolist() == [[total, seen], [0, 0], [0, 0]]

@@ -25,6 +25,7 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
+import gguf
 import numpy as np
 import torch
 
@@ -32,7 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from models import data, tasks  # noqa: E402
 from models.checkpoint import Checkpoint, load_checkpoint, save_checkpoint  # noqa: E402
 from models.evaluate import show_scores, torch_scores  # noqa: E402
-from models.export import read_gguf, read_tokenizer, read_tower  # noqa: E402
+from models.export import PROJECTOR, read_gguf, read_tokenizer, read_tower  # noqa: E402
 from models.lessons import Lessons, show_facts  # noqa: E402
 from models.network import Network, Seen, Shape  # noqa: E402
 from models.tower import Tower, TowerShape  # noqa: E402
@@ -402,6 +403,52 @@ def new_checkpoint(seed: int, workers: int, n_texts: int = TOKENIZER_TEXTS, star
     return Checkpoint(network, tokenizer, seed, tower=eyes, lessons=Lessons(hidden))
 
 
+# What conversations are marked with, and pictures in them.
+NEEDED_TOKENS = ("<|im_start|>", "<|im_end|>", "<|vision_start|>", data.PAD, "<|vision_end|>")
+
+
+def complaint_of_start(path: str) -> str | None:
+    """Why a run cannot begin with the network and the tokenizer of a file; None if it can."""
+    fields, complaint = _fields(path, "qwen35")
+    if complaint:
+        return complaint
+    if _value(fields, "qwen35.nextn_predict_layers") != 1:
+        return f"{path} needs one draft block (qwen35.nextn_predict_layers), which is trained with the network"
+    missing = sorted(set(NEEDED_TOKENS) - set(_value(fields, "tokenizer.ggml.tokens") or ()), key=NEEDED_TOKENS.index)
+    return f"the vocabulary of {path} lacks {', '.join(missing)}" if missing else None
+
+
+def complaint_of_tower(path: str, start: str) -> str | None:
+    """Why the tower of a file cannot see for the network of the file `start`; None if it can."""
+    fields, complaint = _fields(path, "clip")
+    if complaint:
+        return complaint
+    if (kind := _value(fields, "clip.projector_type")) != PROJECTOR:
+        return f"{path} has a tower of the kind {kind}; --tower takes {PROJECTOR}"
+    made = _value(fields, "clip.vision.projection_dim")
+    taken = _value(_fields(start, "qwen35")[0], "qwen35.embedding_length")
+    return None if made == taken else f"{path} makes rows of {made} numbers, and the network of {start} takes {taken}"
+
+
+def _fields(path: str, architecture: str) -> tuple[dict, str | None]:
+    """(the metadata of a GGUF file, None), or ({}, why it is none of this architecture)."""
+    if not Path(path).is_file():
+        return {}, f"{path} is not there, or no file"
+    try:
+        fields = gguf.GGUFReader(path).fields
+    except Exception as error:      # the reader trusts the file, and raises what NumPy does
+        return {}, f"{path} cannot be read as GGUF: {error}"
+    found = _value(fields, "general.architecture")
+    if found != architecture:
+        return {}, f"{path} has the architecture {found}, and {architecture} is needed"
+    return fields, None
+
+
+def _value(fields: dict, name: str):
+    """None where the file has no such field."""
+    return fields[name].contents() if name in fields else None
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--minutes", type=float, help="train for so long, with what was done before --resume")
@@ -432,6 +479,10 @@ def main():
         parser.error("the checkpoint to resume has its own network: leave --start out")
     if Path(options.out).exists() and options.out != options.resume:
         parser.error(f"{options.out} exists already")
+    complaint = options.start and complaint_of_start(options.start)
+    complaint = complaint or options.tower and complaint_of_tower(options.tower, options.start)
+    if complaint:
+        parser.error(complaint)
     phases, n_texts = (TRIAL, TRIAL_TEXTS) if options.trial else (PHASES, TOKENIZER_TEXTS)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     workers = max(1, os.cpu_count() - 2)

@@ -5,7 +5,8 @@ import pytest
 
 from kernels import attention, block_sparse
 from kernels.attention import attend_prefill, head_error, piece_of, sample_inputs, upload_gates, upload_pages
-from kernels.block_sparse import FEW, RULE, Chooser, choose_pages, kept_reference, sample_text, unpacked, upload_keys
+from kernels.block_sparse import (BROKEN, FEW, RULE, Chooser, choose_pages, kept_reference, levels_reference,
+                                  masses_reference, means_reference, sample_text, unpacked, upload_keys)
 from kernels.card import CardError
 from kernels.kv_expand import Piece
 from kernels.kv_formats import KV_FORMATS, PAGE, turned_back
@@ -80,12 +81,61 @@ def test_a_page_that_matters_is_kept(card):
     assert kept[0, 1, 1000 // PAGE] and kept[0, 1].sum() == 4
 
 
+@pytest.mark.parametrize("format", [FLOAT16, KV_FORMATS["q8+3"]], ids=str)
+@pytest.mark.parametrize("shape", [QWEN35, QWEN3], ids=str)
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_a_page_with_a_key_that_is_not_finite_is_always_kept(card, format, shape, value):
+    """By all pages of queries behind it, of its KV head alone; what was kept before is kept as it was."""
+    heads, n, at = heads_of(4, 2, shape), 1280, 400
+    q, k = sample_text(heads, n, n)
+    rule = FEW._replace(base=0, share=8)
+    before, _ = chosen(card, format, heads, q, k, [], rule)
+    page = at // PAGE
+    assert not before[page + rule.near:, 1, page].all()
+    k[at, 1, 5] = value
+    kept, _ = chosen(card, format, heads, q, k, [], rule)
+    assert kept[page:, 1, page].all()
+    np.testing.assert_array_equal(kept[:, 0], before[:, 0])
+    np.testing.assert_array_equal(kept[:page + 1, 1], before[:page + 1, 1])
+
+
+@pytest.mark.parametrize("key, value", [(np.nan, np.nan), (np.inf, 0), (-np.inf, 0)])
+def test_attention_of_the_chosen_pages_shows_what_is_not_finite(card, key, value):
+    """In the rows in which attention to all keys shows it: all behind a token that is NaN, those for whose queries an
+    infinite key has the score inf."""
+    heads, n, at = heads_of(4, 2, QWEN3), 1280, 400
+    q, k = sample_text(heads, n, n)
+    _, projected, _, v = sample_inputs(heads, n, n)
+    k[at, 1, 5], v[at, 1] = key, value
+    inputs = q, projected, k, v
+    bits, _ = chosen(card, FLOAT16, heads, q, k, [], FEW._replace(base=0, share=8))
+    words = np.zeros((*bits.shape[:2], 4), np.uint8)
+    words[..., :-(-bits.shape[-1] // 8)] = np.packbits(bits, axis=-1, bitorder="little")
+    dense, sparse = (np.isfinite(attended(card, FLOAT16, heads, inputs, kept)).reshape(n, heads.n_heads, -1)
+                     for kept in (None, words.view(np.uint32)))
+    np.testing.assert_array_equal(sparse, dense)
+    assert dense[:at].all() and dense[:, :2].all()
+    broken = q[at:, 2:, 5] * key > 0 if value == 0 else np.ones((n - at, 2), bool)
+    np.testing.assert_array_equal(~dense[at:, 2:].all(axis=2), broken)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_the_reference_of_a_key_that_is_not_finite(value):
+    q, k = sample_text(heads_of(2, 1, QWEN3), 4 * PAGE, 16)
+    k[70, 0, 3] = value
+    levels = levels_reference(means_reference(q), k)[0]
+    for found in levels, masses_reference(levels):
+        assert np.isnan(found[:, 1]).all() and np.isfinite(np.delete(found, 1, axis=1)).all()
+
+
 @pytest.mark.parametrize("masses, rule, want", [
     ([5, 9, 1, 1, 1, 9], FEW._replace(near=1, base=0, share=1), [0, 1, 2, 3, 4, 5, 6]),     # 1 / 64 of 26 is nothing
     ([64, 640, 1, 1, 1, 64], FEW._replace(near=1, base=0, share=1), [0, 1, 5, 6]),          # 1 / 64 of 771 is 12
     ([5, 9, 8, 7, 6, 9], FEW._replace(near=2, base=1, share=3), [0, 5, 6]),                 # no room
     ([5, 9, 8, 7, 6, 9], FEW._replace(near=1, base=2, share=3), [0, 1, 5, 6]),              # the largest of them
     ([5, 9, 9, 9, 6, 0], FEW._replace(near=1, base=2, share=3), [0, 6]),                    # three alike, room for two
+    ([5, 10, 8, BROKEN, 6, 9], FEW._replace(near=1, base=2, share=3), [0, 1, 3, 6]),        # room for one more
+    ([5, 9, BROKEN + 9, BROKEN, 6, BROKEN], FEW._replace(near=1, base=2, share=3), [0, 2, 3, 5, 6]),    # and none
     ([0] * 6, FEW._replace(near=1, base=2, share=3), [0, 6]), ([9] * 6, RULE, range(7))], ids=str)
 def test_the_reference_of_a_rule(masses, rule, want):
     assert np.flatnonzero(kept_reference(np.array(masses, np.uint32), rule)).tolist() == list(want)

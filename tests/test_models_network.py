@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import math
 import random
+import shutil
 import types
 
 import numpy as np
@@ -11,6 +12,8 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="models/requirements.txt is not installed: no torch")
 pytest.importorskip("safetensors", reason="models/requirements.txt is not installed: no safetensors")
+
+import gguf  # noqa: E402
 
 import qengine  # noqa: E402
 from engine.tokenizer import load_tokenizer
@@ -377,6 +380,65 @@ def test_options_that_are_refused(options, complaint, monkeypatch, capsys):
     with pytest.raises(SystemExit):
         train.main()
     assert complaint in capsys.readouterr().err
+
+
+def change_gguf(path, to, rename=(), **fields):
+    """A copy of a file with texts of as many bytes in place of others, and with other numbers in fields."""
+    shutil.copy(path, to)
+    reader = gguf.GGUFReader(str(to), "r+")
+    for name, value in fields.items():
+        reader.fields[name.replace("__", ".")].parts[-1][0] = value
+    del reader
+    for old, new in rename:
+        content = to.read_bytes()
+        assert old in content and len(old) == len(new)
+        to.write_bytes(content.replace(old, new))
+    return str(to)
+
+
+@pytest.mark.parametrize("made, complaint", [
+    ({}, "is not there"), ({"content": b""}, "cannot be read as GGUF"), ({"content": b"no model" * 99}, "as GGUF"),
+    ({"of": "TOWER_FILE"}, "has the architecture clip, and qwen35 is needed"),
+    ({"qwen35__nextn_predict_layers": 0}, "draft block"),
+    ({"rename": [(b"<|im_end|>", b"<|im_fin|>")]}, "lacks <|im_end|>"),
+    ({"rename": [(b"<|image_pad|>", b"<|image_bad|>"), (b"<|vision_end|>", b"<|vision_fin|>")]},
+     "lacks <|image_pad|>, <|vision_end|>")], ids=str)
+def test_files_that_no_run_can_start_from(made, complaint, tmp_path, monkeypatch, capsys):
+    """One sentence before anything is made."""
+    file = tmp_path / "start.gguf"
+    if "content" in made:
+        file.write_bytes(made["content"])
+    elif made:
+        change_gguf(getattr(export, made.get("of", "FILE")), file, **{k: v for k, v in made.items() if k != "of"})
+    refused(monkeypatch, capsys, complaint, "--start", str(file))
+
+
+@pytest.mark.parametrize("made, complaint", [
+    ({}, "is not there"), ({"content": b"GGUF"}, "cannot be read as GGUF"),
+    ({"of": "FILE"}, "has the architecture qwen35, and clip is needed"),
+    ({"rename": [(export.PROJECTOR.encode(), export.PROJECTOR.upper().encode())]}, "of the kind QWEN3VL_MERGER"),
+    ({"clip__vision__projection_dim": 255}, "makes rows of 255 numbers, and the network of")], ids=str)
+def test_towers_that_no_run_can_start_from(made, complaint, tmp_path, monkeypatch, capsys):
+    file = tmp_path / "tower.gguf"
+    if "content" in made:
+        file.write_bytes(made["content"])
+    elif made:
+        change_gguf(getattr(export, made.get("of", "TOWER_FILE")), file, **{k: v for k, v in made.items() if k != "of"})
+    refused(monkeypatch, capsys, complaint, "--start", str(export.FILE), "--tower", str(file))
+
+
+def refused(monkeypatch, capsys, complaint, *options):
+    monkeypatch.setattr(train, "new_checkpoint", lambda *_: pytest.fail("began"))
+    monkeypatch.setattr("sys.argv", ["train.py", "--steps", "2", "--out", "not-there", *options])
+    with pytest.raises(SystemExit):
+        train.main()
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert said.startswith("train.py: error: ") and complaint in said and options[-1] in said
+
+
+def test_the_shipped_files_can_start_a_run():
+    assert train.complaint_of_start(str(export.FILE)) is None
+    assert train.complaint_of_tower(str(export.TOWER_FILE), str(export.FILE)) is None
 
 
 def test_cooldown():
