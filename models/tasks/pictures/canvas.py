@@ -151,8 +151,8 @@ class Canvas:
         if facts is not None:
             self.notes.append(Area([(left, top), (right, top), (right, bottom), (left, bottom)], facts))
 
-    def text(self, x: float, y: float, text: str, size: float, colour=None, font: str = "sans", *,
-             turn: float = 0, anchor: tuple[float, float] = (0.5, 0.5), facts: dict | None = None):
+    def text(self, x: float, y: float, text: str, size: float, colour=None, font: str = "sans", turn: float = 0, *,
+             anchor: tuple[float, float] = (0.5, 0.5), facts: dict | None = None):
         """Text with its box's point `anchor`, from (0, 0) at its upper left to (1, 1), at x and y. turn: degrees to the
         left. facts: what is noted of it, if anything."""
         mask = _written(text, round(SCALE * size), font)
