@@ -376,6 +376,16 @@ def test_no_cluster_is_a_sentence():
     assert done.stdout.startswith("no cluster of Ray answers at 127.0.0.1:9") and done.stdout.count("\n") == 1
 
 
+def test_fronts_on_two_nodes_wish_the_same():
+    """Otherwise the second one would have all replicas replaced."""
+    def wish(server, mark="abc"):
+        offer = files.Offer("/models/model.gguf", mark, 1000, server)
+        return cluster.Wish("qengine-model", cluster.Recipe("cli.replicas:make_engine", {"offers": [offer]}))
+
+    assert wish("files of one node") == wish("files of another")
+    assert wish("files of one node") != wish("files of one node", "another file")
+
+
 # ---- files ---------------------------------------------------------------------------------------------------------
 
 

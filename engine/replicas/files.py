@@ -13,7 +13,7 @@ import fcntl
 import hashlib
 import os
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import ray
@@ -29,12 +29,13 @@ NAMESPACE = "qengine"
 
 @dataclass(frozen=True)
 class Offer:
-    """A file on the front's node. server: the name of the actor that reads it there."""
+    """A file on the front's node. server: the name of the actor that reads it there. Two offers of the same file are
+    equal on whichever node the front runs, so that a front elsewhere finds the replicas and leaves them as they are."""
 
     path: str
     fingerprint: str
     n_bytes: int
-    server: str
+    server: str = field(compare=False)
 
     @property
     def n_pieces(self) -> int:
