@@ -5,6 +5,7 @@ import pickle
 import random
 import subprocess
 import sys
+import threading
 
 import pytest
 
@@ -13,6 +14,7 @@ from cli.options import build_parser, check_options
 from cli.replicas import card_of
 from engine.prefix import PAGE_TOKENS, marks_of
 from engine.replicas import table, wire
+from engine.replicas.front import Link
 from engine.replicas.jobs import Differs, RemoteAnswer, RemoteTexts
 from engine.replicas.table import AWAY, Table
 from engine.pooling import TextsRequest
@@ -229,6 +231,47 @@ def test_cancelling_reaches_the_link():
     for job in RemoteAnswer(Request([1]), link, []), RemoteTexts(TextsRequest([[1]]), link):
         job.cancel()
         assert link.dropped is job and job.cancelled and job.overdue() is None
+
+
+# ---- a front without replicas --------------------------------------------------------------------------------------
+
+
+class Late:
+    """A lock that one thread gets only when it may."""
+
+    def __init__(self, lock):
+        self.lock, self.late, self.arrived, self.may = lock, None, threading.Event(), threading.Event()
+
+    def __enter__(self):
+        if threading.current_thread() is self.late:
+            self.arrived.set()
+            assert self.may.wait(60)
+        self.lock.acquire()
+
+    def __exit__(self, *_):
+        self.lock.release()
+
+
+def test_what_comes_while_a_front_closes_does_not_wait_for_ever():
+    link, said = Link(None, "closing"), []
+    link.lock = gate = Late(link.lock)
+    job = RemoteAnswer(Request([1]), link, [])
+
+    def submit():
+        try:
+            link.submit(job)
+        except EngineStopped as error:
+            said.append(str(error))
+
+    gate.late = threading.Thread(target=submit)
+    gate.late.start()
+    assert gate.arrived.wait(60)
+    link.close()
+    gate.may.set()
+    gate.late.join(60)
+    assert said == ["the server is shutting down"] and not link.jobs and link.loop.is_closed()
+    job.cancel()                                # too late for the loop, and no error
+    link.close()
 
 
 # ---- options -------------------------------------------------------------------------------------------------------

@@ -51,7 +51,7 @@ class Link:
         self.handle, self.application, self.on_facts = handle, application, on_facts
         self.key, self.table = uuid.uuid4().hex, Table()
         self.jobs: dict[int, RemoteJob] = {}        # open ones by their id
-        self.lock = threading.Lock()                # guards jobs, and which replica each has
+        self.lock = threading.Lock()                # guards jobs, which replica each has, and closed
         self.listeners: dict[str, asyncio.Task] = {}
         self.looks, self.numbers = Counter(), {}    # by replica: looks without a message; the number of its last one
         self.vocabulary = None          # the fingerprint of the front's own, once that is known
@@ -65,6 +65,7 @@ class Link:
         asyncio.set_event_loop(self.loop)
         self.task = self.loop.create_task(self._look())
         self.loop.run_forever()
+        self.loop.close()                           # what comes later is refused, and does not wait for ever
 
     def call(self, method: str, *arguments):
         """Has any replica run a method, and waits for what it returns; for threads other than the link's."""
@@ -82,23 +83,25 @@ class Link:
     def close(self):
         """Ends all that is open. The replicas stay."""
         def end():
-            self.closed = True
+            with self.lock:
+                self.closed = True                      # from now on no job comes
             for job in list(self.jobs.values()):
                 self._settle(job, EngineStopped("the server is shutting down"))
             for task in [self.task, *self.listeners.values()]:
                 task.cancel()
             self.loop.call_later(0.1, self.loop.stop)       # cancelled calls are told to the replicas
         if not self.closed:
-            self.loop.call_soon_threadsafe(end)
+            self._in_loop(end)
             self.thread.join(5.0)
             LINKS.pop(self.application, None)
 
     # ---- answers, from any thread ---------------------------------------------------------------------------
 
     def submit(self, job: RemoteJob):
-        if self.closed:
-            raise EngineStopped("the server is shutting down")
+        """Raises EngineStopped."""
         with self.lock:
+            if self.closed:
+                raise EngineStopped("the server is shutting down")
             self.jobs[job.id] = job
         self._in_loop(lambda: self.loop.create_task(self._answer(job)))
 
