@@ -14,12 +14,15 @@ from cli.options import build_parser, check_options
 from cli.replicas import card_of
 from engine.prefix import PAGE_TOKENS, marks_of
 from engine.replicas import table, wire
-from engine.replicas.front import Link
+from engine.replicas.front import Link, ReplicatedText
 from engine.replicas.jobs import Differs, RemoteAnswer, RemoteTexts
 from engine.replicas.table import AWAY, Table
-from engine.pooling import TextsRequest
-from engine.request import ContextExceeded, DeadlineExceeded, Delta, EngineStopped, Request, RequestError
+from engine.pooling import TextsJob, TextsRequest
+from engine.request import (Answer, ContextExceeded, DeadlineExceeded, Delta, EngineStopped, Request, RequestError,
+                            share_read)
+from engine.served import Facts
 from tests.models import TINY
+from tests.scripted import ScriptedEngine
 from tests.test_cli import run
 from tests.tiny import ROOT
 
@@ -197,6 +200,9 @@ def test_requests_travel():
 # ---- answers that begin again --------------------------------------------------------------------------------------
 
 
+NONE = (0,) * len(wire.COUNTS)
+
+
 class NoLink:
     def drop(self, job):
         self.dropped = job
@@ -209,10 +215,10 @@ def deltas(*texts):
 def test_an_answer_that_begins_again_says_nothing_twice():
     job = RemoteAnswer(Request([1]), NoLink(), [])
     first_id, said = job.id, deltas("a", "b", "c")
-    job.hear(0, 0, said[:2])
+    job.hear(NONE, said[:2])
     job.begin_again()
-    job.hear(0, 0, said[:1])
-    job.hear(0, 0, said[1:])
+    job.hear(NONE, said[:1])
+    job.hear(NONE, said[1:])
     job.end([1] * 7, [0] * 7)
     assert [delta.text for delta in job] == ["a", "b", "c"] and job.n_generated == 3 == len(job.token_times)
     assert job.id != first_id and job.finish_reason == "stop" and job.drafts.n_checked == [1] * 7
@@ -220,10 +226,10 @@ def test_an_answer_that_begins_again_says_nothing_twice():
 
 def test_an_answer_that_begins_again_otherwise_is_no_answer():
     job = RemoteAnswer(Request([1]), NoLink(), [])
-    job.hear(0, 0, deltas("a", "b", "c")[:2])
+    job.hear(NONE, deltas("a", "b", "c")[:2])
     job.begin_again()
     with pytest.raises(Differs):
-        job.hear(0, 0, deltas("a", "x", "c"))
+        job.hear(NONE, deltas("a", "x", "c"))
 
 
 def test_cancelling_reaches_the_link():
@@ -231,6 +237,53 @@ def test_cancelling_reaches_the_link():
     for job in RemoteAnswer(Request([1]), link, []), RemoteTexts(TextsRequest([[1]]), link):
         job.cancel()
         assert link.dropped is job and job.cancelled and job.overdue() is None
+
+
+def test_counts_of_a_sparse_prompt_reach_the_front():
+    near, job = Answer(Request([1] * 9)), RemoteAnswer(Request([1] * 9), NoLink(), [])
+    near.n_read, near.n_cached, near.keys_read, near.keys_seen = 9, 4, 30, 120
+    job.hear(pickle.loads(pickle.dumps(wire.counts_told(near))), deltas("a"))
+    assert vars(job).items() >= {name: getattr(near, name) for name in wire.COUNTS}.items()
+    assert share_read([job]) == share_read([near]) == 0.25
+    job.begin_again()
+    job.hear((3, 0, 0, 0), [])                  # the next replica has not read the prompt yet
+    assert (job.n_read, job.n_cached) == (9, 0) and share_read([job]) is None
+    assert wire.counts_told(TextsJob(TextsRequest([[1]]))) == NONE
+
+
+def test_a_replica_tells_the_counts_of_a_sparse_prompt():
+    actor = pytest.importorskip("engine.replicas.actor", reason="Ray is an extra: pip install -r requirements-ray.txt")
+    near = ScriptedEngine("Hello").submit(Request([20, 21], sparse=True))       # it has ended
+    near.keys_read, near.keys_seen = 30, 120
+    feed, there = actor.Feed(None, None), RemoteAnswer(near.request, NoLink(), [])
+    feed.jobs[1], feed.untold = (near, actor.news_of(near, feed.wake), threading.Event()), {1}
+    feed._gather()
+    (_, counts, told, end), = feed.events.values()
+    there.hear(counts, told)
+    there.end(*end[1:])
+    assert share_read([there]) == share_read([near]) == 0.25
+    assert there.n_generated == near.n_generated > 1 and there.finish_reason == near.finish_reason
+
+
+@pytest.mark.parametrize("wish, asked, found", [("ask", True, True), ("on", None, True), ("ask", None, False),
+                                                ("off", None, False), ("off", True, None)])
+def test_a_front_checks_what_the_replicas_were_loaded_for(wish, asked, found):
+    class Sent(NoLink):
+        def be_of(self, vocabulary):
+            pass
+
+        def submit(self, job):
+            self.job = job
+
+    link = Sent()
+    facts = {"n_ctx": 100, "n_dims": 0, "limits": None, "sparse": wish}
+    front = ReplicatedText(link, Facts.of(ScriptedEngine()), facts)
+    if found is None:
+        with pytest.raises(RequestError, match="without --sparse"):
+            front.submit(Request([20], sparse=asked))
+        assert not hasattr(link, "job")         # nothing was sent
+    else:
+        assert front.submit(Request([20], sparse=asked)).is_sparse is found
 
 
 # ---- a front without replicas --------------------------------------------------------------------------------------

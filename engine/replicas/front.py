@@ -20,7 +20,7 @@ from engine.images import PAD, Limits, Reader
 from engine.limits import MOST_DRAFTS
 from engine.pooling import PoolingEngine, TextsRequest
 from engine.prefix import marks_of
-from engine.request import EngineStopped, Request
+from engine.request import EngineStopped, Request, is_sparse
 from engine.served import Facts
 from engine.sight import pictures_of
 from engine.text_engine import TextEngine, TextOnly
@@ -276,12 +276,12 @@ class Link:
         for event in events:
             self._take(id, *event)
 
-    def _take(self, replica: str, id: int, n_read: int, n_cached: int, told: list, end: tuple | None):
+    def _take(self, replica: str, id: int, counts: tuple[int, ...], told: list, end: tuple | None):
         job = self.jobs.get(id)
         if job is None or job.replica != replica:
             return                              # it was given up
         try:
-            job.hear(n_read, n_cached, told)
+            job.hear(counts, told)
         except Differs:
             self._settle(job, EngineStopped("the replica that worked on this request was lost, and another one "
                                             "computes other tokens: ask again"))
@@ -387,6 +387,7 @@ class ReplicatedText(Replicated, TextOnly, TextEngine):
         if request.seed is None:                # an answer that begins again draws the same numbers
             request = dataclasses.replace(request, seed=secrets.randbits(64))
         job = RemoteAnswer(request, self.link, marks_of(keys[:-1]))
+        job.is_sparse = is_sparse(request, self.one["sparse"])
         self.link.submit(job)
         if request.grammar is not None:
             job.begun.wait()
