@@ -4,9 +4,11 @@ happens when replicas die, hang, are added and are replaced.
     pip install -r requirements-ray.txt, and python -m pytest tests/test_replicas.py
 """
 
+import dataclasses
 import http.client
 import json
 import os
+import shutil
 import signal
 import threading
 import time
@@ -17,6 +19,7 @@ import pytest
 pytest.importorskip("ray", reason="Ray is an extra: pip install -r requirements-ray.txt")
 
 import qengine
+from engine.gguf import GGUF
 from engine.images import Picture
 from engine.pooling import TextsRequest
 from engine.replicas import cluster, files, front
@@ -26,6 +29,7 @@ from tests.clients import CHAT, HI, app_of, send, serving, wait_until
 from tests.models import TINY
 from tests.replicas import kill, nodes, pooling_model, replicated, until_up, wish_for
 from tests.scripted import ScriptedEngine, ScriptedPooling, shipped
+from tests.test_split import split
 
 LONG = " ".join(f"word{i}" for i in range(60))
 PACE = 0.02
@@ -395,11 +399,28 @@ def test_a_file_is_fetched_in_pieces(two_nodes, tmp_path, monkeypatch, n_bytes):
     path, data = tmp_path / "model.gguf", os.urandom(n_bytes)
     path.write_bytes(data)
     offer, = files.offered([str(path)])
-    assert files.taken(offer, tmp_path / "store") == str(path)      # it is there
-    elsewhere = files.Offer(str(tmp_path / "other" / "model.gguf"), *list(vars(offer).values())[1:])
-    got = files.taken(elsewhere, tmp_path / "store")
+    assert files.taken([offer], tmp_path / "store") == [str(path)]  # it is there
+    elsewhere = dataclasses.replace(offer, path=str(tmp_path / "other" / "model.gguf"))
+    got, = files.taken([elsewhere], tmp_path / "store")
     assert got != str(path) and open(got, "rb").read() == data
-    assert files.taken(elsewhere, tmp_path / "store") == got and files.fetching([offer]) == {}
+    assert files.taken([elsewhere], tmp_path / "store") == [got] and files.fetching([offer]) == {}
+
+
+def test_a_model_in_parts_is_fetched_into_one_folder(two_nodes, tmp_path):
+    """And the eyes, which lie elsewhere, into another one: their file may have the same name."""
+    front, eyes, node = folders = [tmp_path / name for name in ("front", "eyes", "node")]
+    for folder in folders:
+        folder.mkdir()
+    paths = split(TINY, front, 2)
+    (eyes / paths[0].name).write_bytes(b"eyes")
+    shutil.copy(paths[0], node)                 # the node has one of the parts, and not the other
+    at = [node / path.name for path in paths] + [node / "eyes" / paths[0].name]
+    offers = [dataclasses.replace(offer, path=str(path))
+              for offer, path in zip(files.offered([*map(str, paths), str(eyes / paths[0].name)]), at, strict=True)]
+    *parts, look = files.taken(offers, tmp_path / "store")
+    assert [open(part, "rb").read() for part in parts] == [open(path, "rb").read() for path in paths]
+    assert [file.path for file in GGUF(parts[0]).files] == parts and open(look, "rb").read() == b"eyes"
+    assert files.taken(offers, tmp_path / "store") == [*parts, look]
 
 
 def test_another_file_of_the_same_name_is_not_taken(two_nodes, tmp_path):
@@ -409,4 +430,4 @@ def test_another_file_of_the_same_name_is_not_taken(two_nodes, tmp_path):
     path.write_bytes(bytes(999) + b"1")
     assert files.fingerprint(path) != offer.fingerprint
     with pytest.raises(ModelError, match="has changed while it was fetched"):
-        files.taken(offer, tmp_path / "store")
+        files.taken([offer], tmp_path / "store")
