@@ -140,6 +140,13 @@ def test_who_comes_and_goes():
     assert one.holders == {} and "a" not in one.replicas
 
 
+def test_who_comes_back_leaves_no_more():
+    one = table_of("a", "b")
+    assert one.see(["b"]) == ([], ["a"]) and one.see(["a", "b"]) == ([], [])
+    assert [each.state for each in one.listed()] == ["up", "up"]
+    assert one.see(["b"]) == ([], ["a"])        # and may leave again
+
+
 def test_counts_of_replicas_that_are_gone_stay():
     one = table_of("a", "b")
     one.report("a", None, {"prompt_tokens": 5, "requests_running": 2, "drafts_checked": (1, 2)}, None, None)
