@@ -13,14 +13,14 @@ from benchmarks import replica_simulation as simulation
 from cli.options import build_parser, check_options
 from cli.replicas import card_of
 from engine.prefix import PAGE_TOKENS, marks_of
-from engine.replicas import table, wire
-from engine.replicas.front import Link, ReplicatedText
+from engine.replicas import front, table, wire
 from engine.replicas.jobs import Differs, RemoteAnswer, RemoteTexts
 from engine.replicas.table import AWAY, Table
 from engine.pooling import TextsJob, TextsRequest
 from engine.request import (Answer, ContextExceeded, DeadlineExceeded, Delta, EngineStopped, Request, RequestError,
                             share_read)
 from engine.served import Facts
+from tests.clients import wait_until
 from tests.models import TINY
 from tests.scripted import ScriptedEngine
 from tests.test_cli import run
@@ -284,13 +284,13 @@ def test_a_front_checks_what_the_replicas_were_loaded_for(wish, asked, found):
 
     link = Sent()
     facts = {"n_ctx": 100, "n_dims": 0, "limits": None, "sparse": wish}
-    front = ReplicatedText(link, Facts.of(ScriptedEngine()), facts)
+    engine = front.ReplicatedText(link, Facts.of(ScriptedEngine()), facts)
     if found is None:
         with pytest.raises(RequestError, match="without --sparse"):
-            front.submit(Request([20], sparse=asked))
+            engine.submit(Request([20], sparse=asked))
         assert not hasattr(link, "job")         # nothing was sent
     else:
-        assert front.submit(Request([20], sparse=asked)).is_sparse is found
+        assert engine.submit(Request([20], sparse=asked)).is_sparse is found
 
 
 # ---- a front without replicas --------------------------------------------------------------------------------------
@@ -313,7 +313,7 @@ class Late:
 
 
 def test_what_comes_while_a_front_closes_does_not_wait_for_ever():
-    link, said = Link(None, "closing"), []
+    link, said = front.Link(None, "closing"), []
     link.lock = gate = Late(link.lock)
     job = RemoteAnswer(Request([1]), link, [])
 
@@ -332,6 +332,49 @@ def test_what_comes_while_a_front_closes_does_not_wait_for_ever():
     assert said == ["the server is shutting down"] and not link.jobs and link.loop.is_closed()
     job.cancel()                                # too late for the loop, and no error
     link.close()
+
+
+class Calls:
+    """A handle of Ray Serve whose calls fail, each as `how(link, id)` says: it may choose a replica first."""
+
+    def __init__(self, how):
+        self.how, self.n, self.answer = how, 0, self
+
+    def remote(self, id, *_):
+        self.n += 1
+        self.how(self.link, id)
+        raise ConnectionError("the cluster does not answer")
+
+
+@pytest.mark.parametrize("how, n, says", [
+    (lambda link, id: None, 5, "no replica could be asked: the cluster does not answer"),
+    (lambda link, id: link.placed(id, "a"), 3, "3 replicas were lost"),
+    (lambda link, id: link.handle.n % 2 and link.placed(id, "a"), 5, "3 replicas were lost")])
+def test_only_tries_that_had_a_replica_count_as_lost_ones(monkeypatch, how, n, says):
+    monkeypatch.setattr(front, "AGAIN_SECONDS", 0.01)
+    monkeypatch.setattr(front, "MOST_FAILED", 5)
+    calls = Calls(how)
+    calls.link = link = front.Link(calls, "failing")
+    job = RemoteAnswer(Request([1]), link, [])
+    try:
+        link.submit(job)
+        assert job.wait(60) and says in str(job.error) and calls.n == n and not link.jobs
+    finally:
+        link.close()
+
+
+def test_tries_are_no_busy_loop_and_end_with_their_request(monkeypatch):
+    monkeypatch.setattr(front, "AGAIN_SECONDS", 3600)
+    calls = Calls(lambda link, id: None)
+    calls.link = link = front.Link(calls, "pausing")
+    job = RemoteAnswer(Request([1]), link, [])
+    try:
+        link.submit(job)
+        wait_until(lambda: job.n_failed, 60)
+        job.cancel()                            # in the pause
+        assert job.wait(60) and calls.n == 1 and job.error is None and not link.jobs
+    finally:
+        link.close()
 
 
 # ---- options -------------------------------------------------------------------------------------------------------

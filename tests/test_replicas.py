@@ -266,13 +266,13 @@ def test_an_answer_goes_on_elsewhere_when_its_replica_is_killed(paced):
     victim = next(one for one in paced.replicas if one.id == jobs[0].replica)
     kill(victim)
     assert [text_of(job) for job in jobs] == [alone()] * 4
-    assert {job.n_tries for job in jobs} == {1, 2} and jobs[0].n_tries == 2
+    assert {job.n_lost for job in jobs} == {0, 1} and jobs[0].n_lost == 1
     until_up(paced, 2)
     assert victim.id not in {one.id for one in paced.replicas}
 
 
 def test_a_request_that_kills_replicas_ends(paced, monkeypatch):
-    monkeypatch.setattr(front, "MOST_TRIES", 1)
+    monkeypatch.setattr(front, "MOST_LOST", 1)
     job, = begun(paced, 1)
     kill(next(one for one in paced.replicas if one.id == job.replica))
     with pytest.raises(EngineStopped, match="1 replicas were lost"):
@@ -286,9 +286,9 @@ def test_a_replica_that_hangs_is_told_from_a_slow_one(paced, monkeypatch):
     victim = next(one for one in paced.replicas if one.id == jobs[0].replica)
     kill(victim, signal.SIGSTOP)
     try:
-        wait_until(lambda: jobs[0].n_tries == 2, 10)
+        wait_until(lambda: jobs[0].n_lost == 1, 10)
         assert victim.state == "silent"
-        assert [text_of(job) for job in jobs] == [alone()] * 2 and jobs[1].n_tries == 1
+        assert [text_of(job) for job in jobs] == [alone()] * 2 and jobs[1].n_lost == 0
     finally:
         kill(victim, signal.SIGCONT)
     wait_until(lambda: victim.state == "up", 10)        # it was only suspended, and reports again
@@ -311,7 +311,7 @@ def test_a_node_that_dies(two_nodes):
         ray_cluster.remove_node(second, allow_graceful=False)
         two_nodes[1][1] = ray_cluster.add_node(num_cpus=16, object_store_memory=100 << 20)
         assert [text_of(job) for job in jobs] == [alone()] * 4
-        assert {job.n_tries for job in jobs} == {1, 2}
+        assert {job.n_lost for job in jobs} == {0, 1}
         until_up(engine, 2)
 
 

@@ -26,7 +26,7 @@ from engine.sight import pictures_of
 from engine.text_engine import TextEngine, TextOnly
 from engine.tokenizer import encode_prompt
 
-from .jobs import MOST_TRIES, Differs, RemoteAnswer, RemoteJob, RemoteTexts
+from .jobs import MOST_FAILED, MOST_LOST, Differs, RemoteAnswer, RemoteJob, RemoteTexts
 from .links import LINKS
 from .table import Layers, Table
 from .wire import WHOLE, error_heard, fingerprint, packed
@@ -34,7 +34,7 @@ from .wire import WHOLE, error_heard, fingerprint, packed
 LOOK_SECONDS = 0.5          # between two looks at replicas and deadlines
 MOST_LOOKS = 60             # without a message, after which a replica counts as hanging: 30 s, as Ray Serve has it
 NOBODY_SECONDS = 60.0       # so long requests wait for a replica where there is none
-AGAIN_SECONDS = 0.5         # before the next try to listen to a replica whose stream has broken
+AGAIN_SECONDS = 0.5         # before the next try of an answer, or to listen to a replica whose stream has broken
 LOST = object()             # how a try ends whose replica was lost
 
 logger = logging.getLogger("qengine.requests")
@@ -156,12 +156,13 @@ class Link:
     async def _answer(self, job: RemoteJob):
         """Sends a job, again where its replica was lost. Ends when the job is settled."""
         while job.id in self.jobs:
-            job.over, job.n_tries = self.loop.create_future(), job.n_tries + 1
+            job.over = self.loop.create_future()
             call = self.loop.create_task(self._call(job, job.id))
             outcome = await job.over
             call.cancel()
             if outcome is not LOST:
                 return
+            await asyncio.sleep(AGAIN_SECONDS)
 
     async def _call(self, job: RemoteJob, id: int):
         """One try. Its end is heard in the replica's stream, unless the call itself fails."""
@@ -191,13 +192,19 @@ class Link:
         self._lose(job, id, why)
 
     def _lose(self, job: RemoteJob, id: int, why):
-        """A try has failed with its replica."""
+        """A try has failed, with its replica or before it had one."""
         if self.jobs.get(id) is not job:
             return
+        if job.replica is None:
+            job.n_failed += 1
+        else:
+            job.n_lost += 1
         if job.is_over():
             self._settle(job, job.overdue())
-        elif job.n_tries >= MOST_TRIES:
-            self._settle(job, EngineStopped(f"{MOST_TRIES} replicas were lost while they worked on this request"))
+        elif job.n_lost >= MOST_LOST:
+            self._settle(job, EngineStopped(f"{MOST_LOST} replicas were lost while they worked on this request"))
+        elif job.n_failed >= MOST_FAILED:
+            self._settle(job, EngineStopped(f"no replica could be asked: {in_a_line(why)}"))
         else:
             logger.info("lost replica=%s request=%d, which begins again elsewhere: %s", job.replica, id, in_a_line(why))
             with self.lock:

@@ -16,7 +16,8 @@ from engine.request import Answer, Delta, EngineStopped, Request
 
 from .wire import COUNTS
 
-MOST_TRIES = 3              # replicas that an answer may lose before it ends; a request may be what kills them
+MOST_LOST = 3               # replicas that an answer may lose before it ends; a request may be what kills them
+MOST_FAILED = 120           # calls for it that may fail before a replica was chosen, with pauses a minute of them
 _ids = itertools.count(1)
 
 
@@ -31,7 +32,7 @@ class RemoteJob:
     def __init__(self, link, marks=()):
         self.id, self.link, self.marks = next(_ids), link, marks
         self.replica: str | None = None         # the id of the one that computes it, once that is known
-        self.n_tries = 0
+        self.n_lost = self.n_failed = 0         # tries that have lost their replica, and that had none yet
         self.begun = threading.Event()          # a replica has taken it, or it has ended
         self.over = None                        # of asyncio, set by the link: how this try has ended
 
