@@ -258,20 +258,6 @@ def test_counts_of_a_sparse_prompt_reach_the_front():
     assert wire.counts_told(TextsJob(TextsRequest([[1]]))) == NONE
 
 
-def test_a_replica_tells_the_counts_of_a_sparse_prompt():
-    actor = pytest.importorskip("engine.replicas.actor", reason="Ray is an extra: pip install -r requirements-ray.txt")
-    near = ScriptedEngine("Hello").submit(Request([20, 21], sparse=True))       # it has ended
-    near.keys_read, near.keys_seen = 30, 120
-    feed, there = actor.Feed(None, None), RemoteAnswer(near.request, NoLink(), [])
-    feed.jobs[1], feed.untold = (near, actor.news_of(near, feed.wake), threading.Event()), {1}
-    feed._gather()
-    (_, counts, told, end), = feed.events.values()
-    there.hear(counts, told)
-    there.end(*end[1:])
-    assert share_read([there]) == share_read([near]) == 0.25
-    assert there.n_generated == near.n_generated > 1 and there.finish_reason == near.finish_reason
-
-
 @pytest.mark.parametrize("wish, asked, found", [("ask", True, True), ("on", None, True), ("ask", None, False),
                                                 ("off", None, False), ("off", True, None)])
 def test_a_front_checks_what_the_replicas_were_loaded_for(wish, asked, found):

@@ -22,8 +22,9 @@ import qengine
 from engine.gguf import GGUF
 from engine.images import Picture
 from engine.pooling import TextsRequest
-from engine.replicas import cluster, files, front
-from engine.request import DeadlineExceeded, EngineStopped, ModelError, Request, RequestError
+from engine.replicas import actor, cluster, files, front
+from engine.replicas.jobs import RemoteAnswer
+from engine.request import DeadlineExceeded, EngineStopped, ModelError, Request, RequestError, share_read
 from engine.served import Facts
 from tests.clients import CHAT, HI, app_of, send, serving, wait_until
 from tests.models import TINY
@@ -378,6 +379,19 @@ def test_no_cluster_is_a_sentence():
            "try: cluster.join('127.0.0.1:9')\nexcept RequestError as error: print(error)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.stdout.startswith("no cluster of Ray answers at 127.0.0.1:9") and done.stdout.count("\n") == 1
+
+
+def test_a_replica_tells_the_counts_of_a_sparse_prompt():
+    near = ScriptedEngine("Hello").submit(Request([20, 21], sparse=True))       # it has ended
+    near.keys_read, near.keys_seen = 30, 120
+    feed, there = actor.Feed(None, None), RemoteAnswer(near.request, None, [])
+    feed.jobs[1], feed.untold = (near, actor.news_of(near, feed.wake), threading.Event()), {1}
+    feed._gather()
+    (_, counts, told, end), = feed.events.values()
+    there.hear(counts, told)
+    there.end(*end[1:])
+    assert share_read([there]) == share_read([near]) == 0.25
+    assert there.n_generated == near.n_generated > 1 and there.finish_reason == near.finish_reason
 
 
 def test_fronts_on_two_nodes_wish_the_same():
