@@ -12,6 +12,7 @@ import pytest
 from benchmarks import replica_simulation as simulation
 from cli.options import build_parser, check_options
 from cli.replicas import card_of
+from engine import replicas
 from engine.prefix import PAGE_TOKENS, marks_of
 from engine.replicas import front, table, wire
 from engine.replicas.jobs import Differs, RemoteAnswer, RemoteTexts
@@ -403,6 +404,7 @@ def test_without_ray_there_is_a_sentence(capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     for name in [name for name in sys.modules if name.startswith(("engine.replicas.cluster", "engine.replicas.actor"))]:
         monkeypatch.delitem(sys.modules, name)
+        monkeypatch.delattr(replicas, name.rpartition(".")[2])     # or the package would still give it
     code, _, err = run(capsys, "-m", TINY, "--serve", "0", "--ray", "local")
     assert code == 2 and "pip install -r requirements-ray.txt" in err and "Traceback" not in err
 
