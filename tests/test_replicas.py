@@ -4,6 +4,7 @@ happens when replicas die, hang, are added and are replaced.
     pip install -r requirements-ray.txt, and python -m pytest tests/test_replicas.py
 """
 
+import contextlib
 import dataclasses
 import http.client
 import json
@@ -34,6 +35,7 @@ from tests.test_split import split
 
 LONG = " ".join(f"word{i}" for i in range(60))
 PACE = 0.02
+LIMIT = 120                 # seconds that anything may take on a machine with much other work; it takes far less
 
 
 @pytest.fixture(scope="module")
@@ -184,7 +186,7 @@ def test_embeddings_and_scores(two_nodes):
         with serving(app_of(engine)) as (port, _):
             status, _, body = send(port, "POST", "/v1/embeddings", {"input": "hello", "model": "m"})
         assert status == 200 and len(body["data"][0]["embedding"]) == 8
-        wait_until(lambda: engine.stats()["requests"] == 2)
+        wait_until(lambda: engine.stats()["requests"] == 2, LIMIT)
 
 
 # ---- who waits no longer -------------------------------------------------------------------------------------------
@@ -194,42 +196,49 @@ def running(engine):
     return engine.stats()["requests_running"]
 
 
+@contextlib.contextmanager
+def less_than_all(engine):
+    """Asserts that an answer does not go on to its end in the replica."""
+    wait_until(lambda: running(engine) == 0, LIMIT)
+    before = engine.stats()["generated_tokens"]
+    yield
+    wait_until(lambda: running(engine) == 0, LIMIT)
+    assert engine.stats()["generated_tokens"] - before < len(shipped().tokenizer.encode(LONG))
+
+
 def test_who_leaves_frees_the_slot_in_the_replica(paced):
-    with serving(app_of(paced)) as (port, service):
+    with serving(app_of(paced)) as (port, service), less_than_all(paced):
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
         connection.request("POST", CHAT, json.dumps({"messages": [HI], "stream": True}),
                            {"Content-Type": "application/json"})
         response = connection.getresponse()
         assert response.read(10)
-        wait_until(lambda: running(paced) == 1)
+        wait_until(lambda: running(paced) == 1, LIMIT)
         response.close()
         connection.close()
-        wait_until(lambda: running(paced) == 0 and not service.open, 5)
+        wait_until(lambda: running(paced) == 0 and not service.open, LIMIT)
     assert all(one.n_open == 0 for one in paced.replicas)
 
 
 def test_deadlines_travel(paced):
-    began = time.monotonic()
-    with pytest.raises(DeadlineExceeded, match="not finished after the 0.2 s"):
+    with less_than_all(paced), pytest.raises(DeadlineExceeded, match="not finished after the 0.2 s"):
         list(paced.submit(Request(prompt(), timeout=0.2)))
-    assert time.monotonic() - began < 1.5
-    wait_until(lambda: running(paced) == 0, 5)
 
 
 def test_requests_are_spread(paced):
     jobs = [paced.submit(Request(prompt())) for _ in range(4)]
-    wait_until(lambda: all(job.n_generated for job in jobs))
+    wait_until(lambda: all(job.n_generated for job in jobs), LIMIT)
     assert sorted(one.n_open for one in paced.replicas) == [2, 2]
     for job in jobs:
         job.cancel()
-    assert all(job.wait(2) for job in jobs) and all(job.finish_reason is None for job in jobs)
+    assert all(job.wait(LIMIT) for job in jobs) and all(job.finish_reason is None for job in jobs)
 
 
 def test_full_is_429(paced):
     with serving(app_of(paced, max_requests=1)) as (port, _):
         job = threading.Thread(target=send, args=(port, "POST", CHAT, {"messages": [HI]}))
         job.start()
-        wait_until(lambda: running(paced) == 1)
+        wait_until(lambda: running(paced) == 1, LIMIT)
         status, headers, _ = send(port, "POST", CHAT, {"messages": [HI]})
         assert status == 429 and headers["Retry-After"]
         job.join()
@@ -258,7 +267,7 @@ def test_metrics_and_health_name_replicas_and_nodes(paced):
 def begun(engine, n):
     """n answers, with a few tokens each, and by replica."""
     jobs = [engine.submit(Request(prompt())) for _ in range(n)]
-    wait_until(lambda: all(job.n_generated >= 3 for job in jobs), 20)
+    wait_until(lambda: all(job.n_generated >= 3 for job in jobs), LIMIT)
     return jobs
 
 
@@ -282,18 +291,18 @@ def test_a_request_that_kills_replicas_ends(paced, monkeypatch):
 
 
 def test_a_replica_that_hangs_is_told_from_a_slow_one(paced, monkeypatch):
-    monkeypatch.setattr(front, "MOST_LOOKS", 5)
+    monkeypatch.setattr(front, "MOST_LOOKS", 12)       # 6 s: the other one reports meanwhile
     jobs = begun(paced, 2)
     victim = next(one for one in paced.replicas if one.id == jobs[0].replica)
     kill(victim, signal.SIGSTOP)
     try:
-        wait_until(lambda: jobs[0].n_lost == 1, 10)
+        wait_until(lambda: jobs[0].n_lost == 1, LIMIT)
         assert victim.state == "silent"
         assert [text_of(job) for job in jobs] == [alone()] * 2 and jobs[1].n_lost == 0
     finally:
         kill(victim, signal.SIGCONT)
-    wait_until(lambda: victim.state == "up", 10)        # it was only suspended, and reports again
-    wait_until(lambda: running(paced) == 0, 10)
+    wait_until(lambda: victim.state == "up", LIMIT)     # it was only suspended, and reports again
+    wait_until(lambda: running(paced) == 0, LIMIT)
 
 
 def test_an_engine_that_stops_is_replaced(two_nodes):
@@ -345,7 +354,7 @@ def test_a_rolling_change_loses_nothing(two_nodes):
         for client in clients:
             client.start()
         assert cluster.keep(wish_for(("paced", {"script": LONG + " new", "pace": PACE}), 2, "rolling")) is True
-        wait_until(lambda: not before & {one.id for one in engine.replicas}, 60)
+        wait_until(lambda: not before & {one.id for one in engine.replicas}, LIMIT)
         until_up(engine, 2)
         time.sleep(0.5)
         over.set()
@@ -359,9 +368,9 @@ def test_replicas_come_and_go_with_the_load(two_nodes, monkeypatch):
     monkeypatch.setattr(cluster, "DOWN_SECONDS", 1)
     with replicated(("paced", {"script": LONG * 4, "pace": PACE, "n_slots": 1}), n=1, most=2) as engine:
         jobs = begun(engine, 4)
-        wait_until(lambda: sum(one.state == "up" for one in engine.replicas) == 2, 60)
+        wait_until(lambda: sum(one.state == "up" for one in engine.replicas) == 2, LIMIT)
         assert [text_of(job) for job in jobs] == [alone(LONG * 4)] * 4      # none was lost to one that goes
-        wait_until(lambda: sum(one.state == "up" for one in engine.replicas) == 1, 90)
+        wait_until(lambda: sum(one.state == "up" for one in engine.replicas) == 1, LIMIT)
 
 
 def test_what_cannot_be_started_is_a_sentence(two_nodes):
