@@ -6,9 +6,9 @@ ways to choose a replica are compared: at random, the one with the fewest open r
 (engine/replicas/table.py), which runs here as it does in a front. A replica reads one prompt after the other and writes
 answers side by side; it keeps the beginnings that were used last, as many as its memory holds.
 
-What a replica and a front take is measured on one replica and given here (benchmarks/results.md, "Replicas on Ray"); so
-the figures say how the whole would scale, and where a front saturates: at FRONT_REQUEST seconds of its processor for
-each request and FRONT_TOKEN for each token.
+What a front takes is measured (benchmarks/results.md, "Replicas on Ray"), and what a replica takes is an estimate of
+--plan. So the figures say how the whole would scale, and where a front saturates: at FRONT_REQUEST seconds of its
+processor for each request and FRONT_TOKEN for each token.
 """
 
 import argparse

@@ -106,7 +106,7 @@ def card_of(card: str | None, n_there: float) -> tuple[str, int]:
 def make_engine(source: str, name: str, kv: str | None, card: str, arguments: dict, offers: list) -> "qengine.Engine":
     """The engine of a replica, in its process."""
     from engine.replicas import files
-    here = [files.taken(offer) for offer in offers]
+    here = files.taken(offers)
     if arguments.get("mmproj") not in (None, "none", "synthetic"):
         arguments = arguments | {"mmproj": here.pop()}
     model = qengine.open_model(here[0] if here else source)

@@ -37,7 +37,7 @@ def replicated(maker, n=1, model=None, name=None, **wishes):
     link, facts = cluster.link(wish)
     engine = front.engine_of(link, model or Facts.of(ScriptedEngine()), facts)
     try:
-        wait_until(lambda: sum(one.state == "up" for one in engine.replicas) >= n, 60)
+        wait_until(lambda: sum(one.state == "up" for one in engine.replicas) >= n, 120)
         yield engine
     finally:
         engine.close()
@@ -63,7 +63,7 @@ def kill(replica, how=signal.SIGKILL):
     os.kill(pid_of(replica), how)
 
 
-def until_up(engine, n, seconds=60):
+def until_up(engine, n, seconds=120):
     """Waits until exactly n replicas are up."""
     wait_until(lambda: sum(one.state == "up" for one in engine.replicas) == n, seconds)
     time.sleep(0.1)

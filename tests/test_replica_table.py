@@ -5,19 +5,25 @@ import pickle
 import random
 import subprocess
 import sys
+import threading
 
 import pytest
 
 from benchmarks import replica_simulation as simulation
 from cli.options import build_parser, check_options
 from cli.replicas import card_of
+from engine import replicas
 from engine.prefix import PAGE_TOKENS, marks_of
-from engine.replicas import table, wire
+from engine.replicas import front, table, wire
 from engine.replicas.jobs import Differs, RemoteAnswer, RemoteTexts
 from engine.replicas.table import AWAY, Table
-from engine.pooling import TextsRequest
-from engine.request import ContextExceeded, DeadlineExceeded, Delta, EngineStopped, Request, RequestError
+from engine.pooling import TextsJob, TextsRequest
+from engine.request import (Answer, ContextExceeded, DeadlineExceeded, Delta, EngineStopped, Request, RequestError,
+                            share_read)
+from engine.served import Facts
+from tests.clients import wait_until
 from tests.models import TINY
+from tests.scripted import ScriptedEngine
 from tests.test_cli import run
 from tests.tiny import ROOT
 
@@ -135,6 +141,13 @@ def test_who_comes_and_goes():
     assert one.holders == {} and "a" not in one.replicas
 
 
+def test_who_comes_back_leaves_no_more():
+    one = table_of("a", "b")
+    assert one.see(["b"]) == ([], ["a"]) and one.see(["a", "b"]) == ([], [])
+    assert [each.state for each in one.listed()] == ["up", "up"]
+    assert one.see(["b"]) == ([], ["a"])        # and may leave again
+
+
 def test_counts_of_replicas_that_are_gone_stay():
     one = table_of("a", "b")
     one.report("a", None, {"prompt_tokens": 5, "requests_running": 2, "drafts_checked": (1, 2)}, None, None)
@@ -195,6 +208,9 @@ def test_requests_travel():
 # ---- answers that begin again --------------------------------------------------------------------------------------
 
 
+NONE = (0,) * len(wire.COUNTS)
+
+
 class NoLink:
     def drop(self, job):
         self.dropped = job
@@ -207,10 +223,10 @@ def deltas(*texts):
 def test_an_answer_that_begins_again_says_nothing_twice():
     job = RemoteAnswer(Request([1]), NoLink(), [])
     first_id, said = job.id, deltas("a", "b", "c")
-    job.hear(0, 0, said[:2])
+    job.hear(NONE, said[:2])
     job.begin_again()
-    job.hear(0, 0, said[:1])
-    job.hear(0, 0, said[1:])
+    job.hear(NONE, said[:1])
+    job.hear(NONE, said[1:])
     job.end([1] * 7, [0] * 7)
     assert [delta.text for delta in job] == ["a", "b", "c"] and job.n_generated == 3 == len(job.token_times)
     assert job.id != first_id and job.finish_reason == "stop" and job.drafts.n_checked == [1] * 7
@@ -218,10 +234,10 @@ def test_an_answer_that_begins_again_says_nothing_twice():
 
 def test_an_answer_that_begins_again_otherwise_is_no_answer():
     job = RemoteAnswer(Request([1]), NoLink(), [])
-    job.hear(0, 0, deltas("a", "b", "c")[:2])
+    job.hear(NONE, deltas("a", "b", "c")[:2])
     job.begin_again()
     with pytest.raises(Differs):
-        job.hear(0, 0, deltas("a", "x", "c"))
+        job.hear(NONE, deltas("a", "x", "c"))
 
 
 def test_cancelling_reaches_the_link():
@@ -229,6 +245,123 @@ def test_cancelling_reaches_the_link():
     for job in RemoteAnswer(Request([1]), link, []), RemoteTexts(TextsRequest([[1]]), link):
         job.cancel()
         assert link.dropped is job and job.cancelled and job.overdue() is None
+
+
+def test_counts_of_a_sparse_prompt_reach_the_front():
+    near, job = Answer(Request([1] * 9)), RemoteAnswer(Request([1] * 9), NoLink(), [])
+    near.n_read, near.n_cached, near.keys_read, near.keys_seen = 9, 4, 30, 120
+    job.hear(pickle.loads(pickle.dumps(wire.counts_told(near))), deltas("a"))
+    assert vars(job).items() >= {name: getattr(near, name) for name in wire.COUNTS}.items()
+    assert share_read([job]) == share_read([near]) == 0.25
+    job.begin_again()
+    job.hear((3, 0, 0, 0), [])                  # the next replica has not read the prompt yet
+    assert (job.n_read, job.n_cached) == (9, 0) and share_read([job]) is None
+    assert wire.counts_told(TextsJob(TextsRequest([[1]]))) == NONE
+
+
+@pytest.mark.parametrize("wish, asked, found", [("ask", True, True), ("on", None, True), ("ask", None, False),
+                                                ("off", None, False), ("off", True, None)])
+def test_a_front_checks_what_the_replicas_were_loaded_for(wish, asked, found):
+    class Sent(NoLink):
+        def be_of(self, vocabulary):
+            pass
+
+        def submit(self, job):
+            self.job = job
+
+    link = Sent()
+    facts = {"n_ctx": 100, "n_dims": 0, "limits": None, "sparse": wish}
+    engine = front.ReplicatedText(link, Facts.of(ScriptedEngine()), facts)
+    if found is None:
+        with pytest.raises(RequestError, match="without --sparse"):
+            engine.submit(Request([20], sparse=asked))
+        assert not hasattr(link, "job")         # nothing was sent
+    else:
+        assert engine.submit(Request([20], sparse=asked)).is_sparse is found
+
+
+# ---- a front without replicas --------------------------------------------------------------------------------------
+
+
+class Late:
+    """A lock that one thread gets only when it may."""
+
+    def __init__(self, lock):
+        self.lock, self.late, self.arrived, self.may = lock, None, threading.Event(), threading.Event()
+
+    def __enter__(self):
+        if threading.current_thread() is self.late:
+            self.arrived.set()
+            assert self.may.wait(60)
+        self.lock.acquire()
+
+    def __exit__(self, *_):
+        self.lock.release()
+
+
+def test_what_comes_while_a_front_closes_does_not_wait_for_ever():
+    link, said = front.Link(None, "closing"), []
+    link.lock = gate = Late(link.lock)
+    job = RemoteAnswer(Request([1]), link, [])
+
+    def submit():
+        try:
+            link.submit(job)
+        except EngineStopped as error:
+            said.append(str(error))
+
+    gate.late = threading.Thread(target=submit)
+    gate.late.start()
+    assert gate.arrived.wait(60)
+    link.close()
+    gate.may.set()
+    gate.late.join(60)
+    assert said == ["the server is shutting down"] and not link.jobs and link.loop.is_closed()
+    job.cancel()                                # too late for the loop, and no error
+    link.close()
+
+
+class Calls:
+    """A handle of Ray Serve whose calls fail, each as `how(link, id)` says: it may choose a replica first."""
+
+    def __init__(self, how):
+        self.how, self.n, self.answer = how, 0, self
+
+    def remote(self, id, *_):
+        self.n += 1
+        self.how(self.link, id)
+        raise ConnectionError("the cluster does not answer")
+
+
+@pytest.mark.parametrize("how, n, says", [
+    (lambda link, id: None, 5, "no replica could be asked: the cluster does not answer"),
+    (lambda link, id: link.placed(id, "a"), 3, "3 replicas were lost"),
+    (lambda link, id: link.handle.n % 2 and link.placed(id, "a"), 5, "3 replicas were lost")])
+def test_only_tries_that_had_a_replica_count_as_lost_ones(monkeypatch, how, n, says):
+    monkeypatch.setattr(front, "AGAIN_SECONDS", 0.01)
+    monkeypatch.setattr(front, "MOST_FAILED", 5)
+    calls = Calls(how)
+    calls.link = link = front.Link(calls, "failing")
+    job = RemoteAnswer(Request([1]), link, [])
+    try:
+        link.submit(job)
+        assert job.wait(60) and says in str(job.error) and calls.n == n and not link.jobs
+    finally:
+        link.close()
+
+
+def test_tries_are_no_busy_loop_and_end_with_their_request(monkeypatch):
+    monkeypatch.setattr(front, "AGAIN_SECONDS", 3600)
+    calls = Calls(lambda link, id: None)
+    calls.link = link = front.Link(calls, "pausing")
+    job = RemoteAnswer(Request([1]), link, [])
+    try:
+        link.submit(job)
+        wait_until(lambda: job.n_failed, 60)
+        job.cancel()                            # in the pause
+        assert job.wait(60) and calls.n == 1 and job.error is None and not link.jobs
+    finally:
+        link.close()
 
 
 # ---- options -------------------------------------------------------------------------------------------------------
@@ -271,6 +404,7 @@ def test_without_ray_there_is_a_sentence(capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     for name in [name for name in sys.modules if name.startswith(("engine.replicas.cluster", "engine.replicas.actor"))]:
         monkeypatch.delitem(sys.modules, name)
+        monkeypatch.delattr(replicas, name.rpartition(".")[2])     # or the package would still give it
     code, _, err = run(capsys, "-m", TINY, "--serve", "0", "--ray", "local")
     assert code == 2 and "pip install -r requirements-ray.txt" in err and "Traceback" not in err
 

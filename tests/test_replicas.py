@@ -4,9 +4,12 @@ happens when replicas die, hang, are added and are replaced.
     pip install -r requirements-ray.txt, and python -m pytest tests/test_replicas.py
 """
 
+import contextlib
+import dataclasses
 import http.client
 import json
 import os
+import shutil
 import signal
 import threading
 import time
@@ -17,18 +20,22 @@ import pytest
 pytest.importorskip("ray", reason="Ray is an extra: pip install -r requirements-ray.txt")
 
 import qengine
+from engine.gguf import GGUF
 from engine.images import Picture
 from engine.pooling import TextsRequest
-from engine.replicas import cluster, files, front
-from engine.request import DeadlineExceeded, EngineStopped, ModelError, Request, RequestError
+from engine.replicas import actor, cluster, files, front
+from engine.replicas.jobs import RemoteAnswer
+from engine.request import DeadlineExceeded, EngineStopped, ModelError, Request, RequestError, share_read
 from engine.served import Facts
 from tests.clients import CHAT, HI, app_of, send, serving, wait_until
 from tests.models import TINY
 from tests.replicas import kill, nodes, pooling_model, replicated, until_up, wish_for
 from tests.scripted import ScriptedEngine, ScriptedPooling, shipped
+from tests.test_split import split
 
 LONG = " ".join(f"word{i}" for i in range(60))
 PACE = 0.02
+LIMIT = 120                 # seconds that anything may take on a machine with much other work; it takes far less
 
 
 @pytest.fixture(scope="module")
@@ -179,7 +186,7 @@ def test_embeddings_and_scores(two_nodes):
         with serving(app_of(engine)) as (port, _):
             status, _, body = send(port, "POST", "/v1/embeddings", {"input": "hello", "model": "m"})
         assert status == 200 and len(body["data"][0]["embedding"]) == 8
-        wait_until(lambda: engine.stats()["requests"] == 2)
+        wait_until(lambda: engine.stats()["requests"] == 2, LIMIT)
 
 
 # ---- who waits no longer -------------------------------------------------------------------------------------------
@@ -189,42 +196,49 @@ def running(engine):
     return engine.stats()["requests_running"]
 
 
+@contextlib.contextmanager
+def less_than_all(engine):
+    """Asserts that an answer does not go on to its end in the replica."""
+    wait_until(lambda: running(engine) == 0, LIMIT)
+    before = engine.stats()["generated_tokens"]
+    yield
+    wait_until(lambda: running(engine) == 0, LIMIT)
+    assert engine.stats()["generated_tokens"] - before < len(shipped().tokenizer.encode(LONG))
+
+
 def test_who_leaves_frees_the_slot_in_the_replica(paced):
-    with serving(app_of(paced)) as (port, service):
+    with serving(app_of(paced)) as (port, service), less_than_all(paced):
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
         connection.request("POST", CHAT, json.dumps({"messages": [HI], "stream": True}),
                            {"Content-Type": "application/json"})
         response = connection.getresponse()
         assert response.read(10)
-        wait_until(lambda: running(paced) == 1)
+        wait_until(lambda: running(paced) == 1, LIMIT)
         response.close()
         connection.close()
-        wait_until(lambda: running(paced) == 0 and not service.open, 5)
+        wait_until(lambda: running(paced) == 0 and not service.open, LIMIT)
     assert all(one.n_open == 0 for one in paced.replicas)
 
 
 def test_deadlines_travel(paced):
-    began = time.monotonic()
-    with pytest.raises(DeadlineExceeded, match="not finished after the 0.2 s"):
+    with less_than_all(paced), pytest.raises(DeadlineExceeded, match="not finished after the 0.2 s"):
         list(paced.submit(Request(prompt(), timeout=0.2)))
-    assert time.monotonic() - began < 1.5
-    wait_until(lambda: running(paced) == 0, 5)
 
 
 def test_requests_are_spread(paced):
     jobs = [paced.submit(Request(prompt())) for _ in range(4)]
-    wait_until(lambda: all(job.n_generated for job in jobs))
+    wait_until(lambda: all(job.n_generated for job in jobs), LIMIT)
     assert sorted(one.n_open for one in paced.replicas) == [2, 2]
     for job in jobs:
         job.cancel()
-    assert all(job.wait(2) for job in jobs) and all(job.finish_reason is None for job in jobs)
+    assert all(job.wait(LIMIT) for job in jobs) and all(job.finish_reason is None for job in jobs)
 
 
 def test_full_is_429(paced):
     with serving(app_of(paced, max_requests=1)) as (port, _):
         job = threading.Thread(target=send, args=(port, "POST", CHAT, {"messages": [HI]}))
         job.start()
-        wait_until(lambda: running(paced) == 1)
+        wait_until(lambda: running(paced) == 1, LIMIT)
         status, headers, _ = send(port, "POST", CHAT, {"messages": [HI]})
         assert status == 429 and headers["Retry-After"]
         job.join()
@@ -253,7 +267,7 @@ def test_metrics_and_health_name_replicas_and_nodes(paced):
 def begun(engine, n):
     """n answers, with a few tokens each, and by replica."""
     jobs = [engine.submit(Request(prompt())) for _ in range(n)]
-    wait_until(lambda: all(job.n_generated >= 3 for job in jobs), 20)
+    wait_until(lambda: all(job.n_generated >= 3 for job in jobs), LIMIT)
     return jobs
 
 
@@ -262,13 +276,13 @@ def test_an_answer_goes_on_elsewhere_when_its_replica_is_killed(paced):
     victim = next(one for one in paced.replicas if one.id == jobs[0].replica)
     kill(victim)
     assert [text_of(job) for job in jobs] == [alone()] * 4
-    assert {job.n_tries for job in jobs} == {1, 2} and jobs[0].n_tries == 2
+    assert {job.n_lost for job in jobs} == {0, 1} and jobs[0].n_lost == 1
     until_up(paced, 2)
     assert victim.id not in {one.id for one in paced.replicas}
 
 
 def test_a_request_that_kills_replicas_ends(paced, monkeypatch):
-    monkeypatch.setattr(front, "MOST_TRIES", 1)
+    monkeypatch.setattr(front, "MOST_LOST", 1)
     job, = begun(paced, 1)
     kill(next(one for one in paced.replicas if one.id == job.replica))
     with pytest.raises(EngineStopped, match="1 replicas were lost"):
@@ -277,18 +291,18 @@ def test_a_request_that_kills_replicas_ends(paced, monkeypatch):
 
 
 def test_a_replica_that_hangs_is_told_from_a_slow_one(paced, monkeypatch):
-    monkeypatch.setattr(front, "MOST_LOOKS", 5)
+    monkeypatch.setattr(front, "MOST_LOOKS", 12)       # 6 s: the other one reports meanwhile
     jobs = begun(paced, 2)
     victim = next(one for one in paced.replicas if one.id == jobs[0].replica)
     kill(victim, signal.SIGSTOP)
     try:
-        wait_until(lambda: jobs[0].n_tries == 2, 10)
+        wait_until(lambda: jobs[0].n_lost == 1, LIMIT)
         assert victim.state == "silent"
-        assert [text_of(job) for job in jobs] == [alone()] * 2 and jobs[1].n_tries == 1
+        assert [text_of(job) for job in jobs] == [alone()] * 2 and jobs[1].n_lost == 0
     finally:
         kill(victim, signal.SIGCONT)
-    wait_until(lambda: victim.state == "up", 10)        # it was only suspended, and reports again
-    wait_until(lambda: running(paced) == 0, 10)
+    wait_until(lambda: victim.state == "up", LIMIT)     # it was only suspended, and reports again
+    wait_until(lambda: running(paced) == 0, LIMIT)
 
 
 def test_an_engine_that_stops_is_replaced(two_nodes):
@@ -307,7 +321,7 @@ def test_a_node_that_dies(two_nodes):
         ray_cluster.remove_node(second, allow_graceful=False)
         two_nodes[1][1] = ray_cluster.add_node(num_cpus=16, object_store_memory=100 << 20)
         assert [text_of(job) for job in jobs] == [alone()] * 4
-        assert {job.n_tries for job in jobs} == {1, 2}
+        assert {job.n_lost for job in jobs} == {0, 1}
         until_up(engine, 2)
 
 
@@ -340,7 +354,7 @@ def test_a_rolling_change_loses_nothing(two_nodes):
         for client in clients:
             client.start()
         assert cluster.keep(wish_for(("paced", {"script": LONG + " new", "pace": PACE}), 2, "rolling")) is True
-        wait_until(lambda: not before & {one.id for one in engine.replicas}, 60)
+        wait_until(lambda: not before & {one.id for one in engine.replicas}, LIMIT)
         until_up(engine, 2)
         time.sleep(0.5)
         over.set()
@@ -354,9 +368,9 @@ def test_replicas_come_and_go_with_the_load(two_nodes, monkeypatch):
     monkeypatch.setattr(cluster, "DOWN_SECONDS", 1)
     with replicated(("paced", {"script": LONG * 4, "pace": PACE, "n_slots": 1}), n=1, most=2) as engine:
         jobs = begun(engine, 4)
-        wait_until(lambda: sum(one.state == "up" for one in engine.replicas) == 2, 60)
+        wait_until(lambda: sum(one.state == "up" for one in engine.replicas) == 2, LIMIT)
         assert [text_of(job) for job in jobs] == [alone(LONG * 4)] * 4      # none was lost to one that goes
-        wait_until(lambda: sum(one.state == "up" for one in engine.replicas) == 1, 90)
+        wait_until(lambda: sum(one.state == "up" for one in engine.replicas) == 1, LIMIT)
 
 
 def test_what_cannot_be_started_is_a_sentence(two_nodes):
@@ -376,6 +390,29 @@ def test_no_cluster_is_a_sentence():
     assert done.stdout.startswith("no cluster of Ray answers at 127.0.0.1:9") and done.stdout.count("\n") == 1
 
 
+def test_a_replica_tells_the_counts_of_a_sparse_prompt():
+    near = ScriptedEngine("Hello").submit(Request([20, 21], sparse=True))       # it has ended
+    near.keys_read, near.keys_seen = 30, 120
+    feed, there = actor.Feed(None, None), RemoteAnswer(near.request, None, [])
+    feed.jobs[1], feed.untold = (near, actor.news_of(near, feed.wake), threading.Event()), {1}
+    feed._gather()
+    (_, counts, told, end), = feed.events.values()
+    there.hear(counts, told)
+    there.end(*end[1:])
+    assert share_read([there]) == share_read([near]) == 0.25
+    assert there.n_generated == near.n_generated > 1 and there.finish_reason == near.finish_reason
+
+
+def test_fronts_on_two_nodes_wish_the_same():
+    """Otherwise the second one would have all replicas replaced."""
+    def wish(server, mark="abc"):
+        offer = files.Offer("/models/model.gguf", mark, 1000, server)
+        return cluster.Wish("qengine-model", cluster.Recipe("cli.replicas:make_engine", {"offers": [offer]}))
+
+    assert wish("files of one node") == wish("files of another")
+    assert wish("files of one node") != wish("files of one node", "another file")
+
+
 # ---- files ---------------------------------------------------------------------------------------------------------
 
 
@@ -385,11 +422,28 @@ def test_a_file_is_fetched_in_pieces(two_nodes, tmp_path, monkeypatch, n_bytes):
     path, data = tmp_path / "model.gguf", os.urandom(n_bytes)
     path.write_bytes(data)
     offer, = files.offered([str(path)])
-    assert files.taken(offer, tmp_path / "store") == str(path)      # it is there
-    elsewhere = files.Offer(str(tmp_path / "other" / "model.gguf"), *list(vars(offer).values())[1:])
-    got = files.taken(elsewhere, tmp_path / "store")
+    assert files.taken([offer], tmp_path / "store") == [str(path)]  # it is there
+    elsewhere = dataclasses.replace(offer, path=str(tmp_path / "other" / "model.gguf"))
+    got, = files.taken([elsewhere], tmp_path / "store")
     assert got != str(path) and open(got, "rb").read() == data
-    assert files.taken(elsewhere, tmp_path / "store") == got and files.fetching([offer]) == {}
+    assert files.taken([elsewhere], tmp_path / "store") == [got] and files.fetching([offer]) == {}
+
+
+def test_a_model_in_parts_is_fetched_into_one_folder(two_nodes, tmp_path):
+    """And the eyes, which lie elsewhere, into another one: their file may have the same name."""
+    front, eyes, node = folders = [tmp_path / name for name in ("front", "eyes", "node")]
+    for folder in folders:
+        folder.mkdir()
+    paths = split(TINY, front, 2)
+    (eyes / paths[0].name).write_bytes(b"eyes")
+    shutil.copy(paths[0], node)                 # the node has one of the parts, and not the other
+    at = [node / path.name for path in paths] + [node / "eyes" / paths[0].name]
+    offers = [dataclasses.replace(offer, path=str(path))
+              for offer, path in zip(files.offered([*map(str, paths), str(eyes / paths[0].name)]), at, strict=True)]
+    *parts, look = files.taken(offers, tmp_path / "store")
+    assert [open(part, "rb").read() for part in parts] == [open(path, "rb").read() for path in paths]
+    assert [file.path for file in GGUF(parts[0]).files] == parts and open(look, "rb").read() == b"eyes"
+    assert files.taken(offers, tmp_path / "store") == [*parts, look]
 
 
 def test_another_file_of_the_same_name_is_not_taken(two_nodes, tmp_path):
@@ -399,4 +453,4 @@ def test_another_file_of_the_same_name_is_not_taken(two_nodes, tmp_path):
     path.write_bytes(bytes(999) + b"1")
     assert files.fingerprint(path) != offer.fingerprint
     with pytest.raises(ModelError, match="has changed while it was fetched"):
-        files.taken(offer, tmp_path / "store")
+        files.taken([offer], tmp_path / "store")

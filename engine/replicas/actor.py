@@ -22,7 +22,7 @@ from engine.text_engine import sees
 from kernels.card import CardError
 from kernels.compile import CompileError
 
-from .wire import GAP, REPORT_SECONDS, WHOLE, delta_told, error_told, fingerprint, unpacked
+from .wire import GAP, REPORT_SECONDS, WHOLE, counts_told, delta_told, error_told, fingerprint, unpacked
 
 LEASE = 30.0                # seconds that a stream lasts; then its front asks for the next, if the front still lives
 UNHEARD = 120.0             # seconds after which a feed that nobody listens to, and that is empty, is forgotten
@@ -51,6 +51,7 @@ def facts_of(engine) -> dict:
             "layers": [(layers.start, layers.stop) for layers in engine.layers],
             "cards": [card.describe() for card in engine.cards],
             "vocabulary": fingerprint(engine.tokenizer),
+            "sparse": getattr(engine, "sparse", "off"),
             "limits": tuple(engine.eyes.limits) if sees(engine) else None,
             "node": ray.util.get_node_ip_address(), "hostname": socket.gethostname(), "pid": os.getpid()}
 
@@ -194,7 +195,7 @@ class Feed:
             if not (told or end is not None or job.n_read or is_new):
                 continue
             before = self.events.get(id)
-            self.events[id] = id, job.n_read, job.n_cached, before[3] + told if before else told, end
+            self.events[id] = id, counts_told(job), before[2] + told if before else told, end
             if end is not None:
                 del self.jobs[id]
                 self.ended.append(over)

@@ -1,7 +1,7 @@
 """Model files for nodes that lack them: a node with the front's file at the same path reads that, every other one
 fetches the file once, in pieces, from the front's node through Ray's object store, and keeps it.
 
-    Offer ──to the replica, with what it is to make──> taken(): the path of the same file on this node
+    Offers ──to the replica, with what it is to make──> taken(): the paths of the same files on this node
 
 A file is told from others by its fingerprint: its size and a digest of SAMPLES stretches of it, which takes
 milliseconds for any size. Every piece that is fetched is compared with its own digest, so what has come is what was
@@ -13,7 +13,7 @@ import fcntl
 import hashlib
 import os
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import ray
@@ -23,18 +23,19 @@ from engine.request import ModelError
 
 PIECE = 16 << 20            # bytes
 SAMPLES, SAMPLE = 64, 1 << 16           # stretches of a file that are looked at, and bytes of each
-STORE = Path.home() / ".cache" / "qengine" / "files"    # of fetched files, in a folder by the fingerprint of each
+STORE = Path.home() / ".cache" / "qengine" / "files"    # of fetched files, in a folder by the fingerprints of a set
 NAMESPACE = "qengine"
 
 
 @dataclass(frozen=True)
 class Offer:
-    """A file on the front's node. server: the name of the actor that reads it there."""
+    """A file on the front's node. server: the name of the actor that reads it there. Two offers of the same file are
+    equal on whichever node the front runs, so that a front elsewhere finds the replicas and leaves them as they are."""
 
     path: str
     fingerprint: str
     n_bytes: int
-    server: str
+    server: str = field(compare=False)
 
     @property
     def n_pieces(self) -> int:
@@ -103,17 +104,30 @@ def fetching(offers: list[Offer]) -> dict[tuple[str, str], float]:
     return ray.get(ray.get_actor(offers[0].server, namespace=NAMESPACE).fetching.remote())
 
 
-def taken(offer: Offer, store: Path = STORE) -> str:
-    """The path of the offered file on this node, which fetches it if need be. Raises ModelError."""
-    if is_it(offer.path, offer):
-        return offer.path
-    kept = store / offer.fingerprint / os.path.basename(offer.path)
-    kept.parent.mkdir(parents=True, exist_ok=True)
-    with open(kept.parent / "lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)        # another replica of this node may be fetching it
-        if not is_it(kept, offer):
-            fetch(offer, kept)
-    return str(kept)
+def taken(offers: list[Offer], store: Path = STORE) -> list[str]:
+    """The paths of the offered files on this node, which fetches what it lacks. Files that lie beside each other on the
+    front's node do so here: the parts of a model must. Raises ModelError."""
+    folders: dict[str, list[Offer]] = {}        # of the front's node
+    for offer in offers:
+        folders.setdefault(os.path.dirname(offer.path), []).append(offer)
+    found = {}
+    for beside in folders.values():
+        found |= zip(beside, taken_together(beside, store), strict=True)
+    return [found[offer] for offer in offers]
+
+
+def taken_together(offers: list[Offer], store: Path) -> list[str]:
+    """The paths of files of one folder, in one folder of this node."""
+    if all(is_it(offer.path, offer) for offer in offers):
+        return [offer.path for offer in offers]
+    folder = store / digest_of("".join(sorted(offer.fingerprint for offer in offers)).encode())
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)        # another replica of this node may be fetching them
+        for offer in offers:
+            if not is_it(kept := folder / os.path.basename(offer.path), offer):
+                fetch(offer, kept)
+    return [str(folder / os.path.basename(offer.path)) for offer in offers]
 
 
 def is_it(path: str | Path, offer: Offer) -> bool:

@@ -20,13 +20,13 @@ from engine.images import PAD, Limits, Reader
 from engine.limits import MOST_DRAFTS
 from engine.pooling import PoolingEngine, TextsRequest
 from engine.prefix import marks_of
-from engine.request import EngineStopped, Request
+from engine.request import EngineStopped, Request, is_sparse
 from engine.served import Facts
 from engine.sight import pictures_of
 from engine.text_engine import TextEngine, TextOnly
 from engine.tokenizer import encode_prompt
 
-from .jobs import MOST_TRIES, Differs, RemoteAnswer, RemoteJob, RemoteTexts
+from .jobs import MOST_FAILED, MOST_LOST, Differs, RemoteAnswer, RemoteJob, RemoteTexts
 from .links import LINKS
 from .table import Layers, Table
 from .wire import WHOLE, error_heard, fingerprint, packed
@@ -34,7 +34,7 @@ from .wire import WHOLE, error_heard, fingerprint, packed
 LOOK_SECONDS = 0.5          # between two looks at replicas and deadlines
 MOST_LOOKS = 60             # without a message, after which a replica counts as hanging: 30 s, as Ray Serve has it
 NOBODY_SECONDS = 60.0       # so long requests wait for a replica where there is none
-AGAIN_SECONDS = 0.5         # before the next try to listen to a replica whose stream has broken
+AGAIN_SECONDS = 0.5         # before the next try of an answer, or to listen to a replica whose stream has broken
 LOST = object()             # how a try ends whose replica was lost
 
 logger = logging.getLogger("qengine.requests")
@@ -51,7 +51,7 @@ class Link:
         self.handle, self.application, self.on_facts = handle, application, on_facts
         self.key, self.table = uuid.uuid4().hex, Table()
         self.jobs: dict[int, RemoteJob] = {}        # open ones by their id
-        self.lock = threading.Lock()                # guards jobs, and which replica each has
+        self.lock = threading.Lock()                # guards jobs, which replica each has, and closed
         self.listeners: dict[str, asyncio.Task] = {}
         self.looks, self.numbers = Counter(), {}    # by replica: looks without a message; the number of its last one
         self.vocabulary = None          # the fingerprint of the front's own, once that is known
@@ -65,6 +65,7 @@ class Link:
         asyncio.set_event_loop(self.loop)
         self.task = self.loop.create_task(self._look())
         self.loop.run_forever()
+        self.loop.close()                           # what comes later is refused, and does not wait for ever
 
     def call(self, method: str, *arguments):
         """Has any replica run a method, and waits for what it returns; for threads other than the link's."""
@@ -82,23 +83,25 @@ class Link:
     def close(self):
         """Ends all that is open. The replicas stay."""
         def end():
-            self.closed = True
+            with self.lock:
+                self.closed = True                      # from now on no job comes
             for job in list(self.jobs.values()):
                 self._settle(job, EngineStopped("the server is shutting down"))
             for task in [self.task, *self.listeners.values()]:
                 task.cancel()
             self.loop.call_later(0.1, self.loop.stop)       # cancelled calls are told to the replicas
         if not self.closed:
-            self.loop.call_soon_threadsafe(end)
+            self._in_loop(end)
             self.thread.join(5.0)
             LINKS.pop(self.application, None)
 
     # ---- answers, from any thread ---------------------------------------------------------------------------
 
     def submit(self, job: RemoteJob):
-        if self.closed:
-            raise EngineStopped("the server is shutting down")
+        """Raises EngineStopped."""
         with self.lock:
+            if self.closed:
+                raise EngineStopped("the server is shutting down")
             self.jobs[job.id] = job
         self._in_loop(lambda: self.loop.create_task(self._answer(job)))
 
@@ -153,12 +156,13 @@ class Link:
     async def _answer(self, job: RemoteJob):
         """Sends a job, again where its replica was lost. Ends when the job is settled."""
         while job.id in self.jobs:
-            job.over, job.n_tries = self.loop.create_future(), job.n_tries + 1
+            job.over = self.loop.create_future()
             call = self.loop.create_task(self._call(job, job.id))
             outcome = await job.over
             call.cancel()
             if outcome is not LOST:
                 return
+            await asyncio.sleep(AGAIN_SECONDS)
 
     async def _call(self, job: RemoteJob, id: int):
         """One try. Its end is heard in the replica's stream, unless the call itself fails."""
@@ -188,13 +192,19 @@ class Link:
         self._lose(job, id, why)
 
     def _lose(self, job: RemoteJob, id: int, why):
-        """A try has failed with its replica."""
+        """A try has failed, with its replica or before it had one."""
         if self.jobs.get(id) is not job:
             return
+        if job.replica is None:
+            job.n_failed += 1
+        else:
+            job.n_lost += 1
         if job.is_over():
             self._settle(job, job.overdue())
-        elif job.n_tries >= MOST_TRIES:
-            self._settle(job, EngineStopped(f"{MOST_TRIES} replicas were lost while they worked on this request"))
+        elif job.n_lost >= MOST_LOST:
+            self._settle(job, EngineStopped(f"{MOST_LOST} replicas were lost while they worked on this request"))
+        elif job.n_failed >= MOST_FAILED:
+            self._settle(job, EngineStopped(f"no replica could be asked: {in_a_line(why)}"))
         else:
             logger.info("lost replica=%s request=%d, which begins again elsewhere: %s", job.replica, id, in_a_line(why))
             with self.lock:
@@ -273,12 +283,12 @@ class Link:
         for event in events:
             self._take(id, *event)
 
-    def _take(self, replica: str, id: int, n_read: int, n_cached: int, told: list, end: tuple | None):
+    def _take(self, replica: str, id: int, counts: tuple[int, ...], told: list, end: tuple | None):
         job = self.jobs.get(id)
         if job is None or job.replica != replica:
             return                              # it was given up
         try:
-            job.hear(n_read, n_cached, told)
+            job.hear(counts, told)
         except Differs:
             self._settle(job, EngineStopped("the replica that worked on this request was lost, and another one "
                                             "computes other tokens: ask again"))
@@ -384,6 +394,7 @@ class ReplicatedText(Replicated, TextOnly, TextEngine):
         if request.seed is None:                # an answer that begins again draws the same numbers
             request = dataclasses.replace(request, seed=secrets.randbits(64))
         job = RemoteAnswer(request, self.link, marks_of(keys[:-1]))
+        job.is_sparse = is_sparse(request, self.one["sparse"])
         self.link.submit(job)
         if request.grammar is not None:
             job.begun.wait()

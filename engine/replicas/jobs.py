@@ -14,7 +14,10 @@ import time
 from engine.pooling import TextsJob, TextsRequest
 from engine.request import Answer, Delta, EngineStopped, Request
 
-MOST_TRIES = 3              # replicas that an answer may lose before it ends; a request may be what kills them
+from .wire import COUNTS
+
+MOST_LOST = 3               # replicas that an answer may lose before it ends; a request may be what kills them
+MOST_FAILED = 120           # calls for it that may fail before a replica was chosen, with pauses a minute of them
 _ids = itertools.count(1)
 
 
@@ -29,7 +32,7 @@ class RemoteJob:
     def __init__(self, link, marks=()):
         self.id, self.link, self.marks = next(_ids), link, marks
         self.replica: str | None = None         # the id of the one that computes it, once that is known
-        self.n_tries = 0
+        self.n_lost = self.n_failed = 0         # tries that have lost their replica, and that had none yet
         self.begun = threading.Event()          # a replica has taken it, or it has ended
         self.over = None                        # of asyncio, set by the link: how this try has ended
 
@@ -59,9 +62,12 @@ class RemoteAnswer(RemoteJob, Answer):
         super().begin_again()
         self.n_again = 0
 
-    def hear(self, n_read: int, n_cached: int, told: list[tuple]):
+    def hear(self, counts: tuple[int, ...], told: list[tuple]):
         """News of a replica. Raises Differs."""
-        self.n_read, self.n_cached = max(self.n_read, n_read), n_cached
+        before = self.n_read
+        for name, count in zip(COUNTS, counts, strict=True):
+            setattr(self, name, count)
+        self.n_read = max(self.n_read, before)      # it does not go back where the answer begins again
         for fields in told:
             if self.n_again < len(self.given):
                 if self.given[self.n_again] != fields[:3]:
@@ -88,7 +94,7 @@ class RemoteTexts(RemoteJob, TextsJob):
         TextsJob.__init__(self, request)
         RemoteJob.__init__(self, link)
 
-    def hear(self, n_read: int, n_cached: int, told: list):
+    def hear(self, counts: tuple[int, ...], told: list):
         for index, row in enumerate(told):
             self.land(index, row)
 

@@ -88,8 +88,8 @@ class Table:
             ids = set(ids)
             new = sorted(ids - self.replicas.keys())
             leaving = [one for one in self.replicas.values() if one.id not in ids and not one.is_leaving]
-            for one in leaving:
-                one.is_leaving = True
+            for one in self.replicas.values():
+                one.is_leaving = one.id not in ids      # one that was missed in a list may come back
             self.replicas |= {id: Replica(id) for id in new}
             return new, [one.id for one in leaving]
 

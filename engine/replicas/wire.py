@@ -1,7 +1,7 @@
 """What crosses the network between a front and its replicas: bytes and tuples, since Ray is fastest with these.
 
     request     bytes of a pickled Request or TextsRequest, from a front, once for each answer
-    events      [(id, n_read, n_cached, deltas or rows, end)], from a replica, of each answer that has news
+    events      [(id, counts, deltas or rows, end)], from a replica, of each answer that has news
     report      what a replica says of itself, at least once every REPORT_SECONDS
 
 Pickles are read only of a request, by a replica, and come from a front of the same cluster: whoever can reach Ray's
@@ -17,6 +17,7 @@ from engine.request import ContextExceeded, DeadlineExceeded, Delta, EngineStopp
 REPORT_SECONDS = 1.0        # between two messages of a replica, at most
 GAP = 0.02                  # seconds between messages with nothing urgent: each costs both ends about a millisecond
 WHOLE = "ended"             # the end of an answer that did not fail
+COUNTS = "n_read", "n_cached", "keys_read", "keys_seen"     # of an Answer, as engine/request.py has them
 
 
 def packed(request: Request | TextsRequest) -> bytes:
@@ -25,6 +26,11 @@ def packed(request: Request | TextsRequest) -> bytes:
 
 def unpacked(data: bytes) -> Request | TextsRequest:
     return pickle.loads(data)
+
+
+def counts_told(job) -> tuple[int, ...]:
+    """COUNTS of a job of any kind."""
+    return tuple(getattr(job, name, 0) for name in COUNTS)
 
 
 def delta_told(delta: Delta) -> tuple:
