@@ -69,8 +69,8 @@ from engine.micro_batches import Alone, MicroBatch, PassInParts, Span
 from engine.packing import CLASSIFIER, Packed, Pooling, for_pooling, most_spans
 from engine.pipes import PipeMeter
 from engine.plan import (CHUNK, LEAST_CHECKPOINTS, MICRO_BATCHES, CacheSizes, Demand, Planner, StageCosts, Work,
-                         choose_rows, choose_sizes, group_count, hop_bytes, most_drafts, slowest_seconds, step_rows,
-                         widest)
+                         check_whole, choose_rows, choose_sizes, group_count, hop_bytes, most_drafts, slowest_seconds,
+                         step_rows, widest)
 from engine.pooling import SYNTHETIC_RERANK, RerankTemplate
 from engine.prefix import PAGE_TOKENS, PrefixCache, checkpoint_positions, pages_for
 from engine.recordings import Recordings
@@ -2270,8 +2270,9 @@ class OpenModel:
         return for_pooling(demand) if self.config.pooling else demand
 
     def n_ctx(self, ctx: int | None) -> int:
-        """Tokens of a slot: `ctx` if given, else DEFAULT_CTX, or the model's own context length if that is less."""
-        return min(self.config.context_length, DEFAULT_CTX) if ctx is None else ctx
+        """Tokens of a slot: `ctx` if given, else DEFAULT_CTX, or the model's own context length if that is less.
+        Raises RequestError."""
+        return min(self.config.context_length, DEFAULT_CTX) if ctx is None else check_whole("ctx", ctx)
 
 
 def open_model(model: str | Path) -> OpenModel:

@@ -116,7 +116,9 @@ def look(engine, prompt: str | list, at: str | list[str] = "logits", rows=None,
     """What a model computes for a text, as NumPy arrays by name: see the top of engine/look.py.
 
     prompt: a text, token ids, or messages as `chat` takes them, which may hold pictures. then: a text behind it, such
-    as the model's answer. at: the names. rows: the positions to look at, [-1] for the last one; by default all.
+    as the model's answer. at: one name or several: "embedding", "logits", "layer 3", and of an attention layer
+    "queries 3", "keys 3", "values 3", "attention 3". rows: the positions to look at, [-1] for the last one; by
+    default all.
     patch: {"layer 2": change}, where change(x, positions) returns what takes the place of the hidden states x, float32
     [positions, hidden]; everything behind is computed from that. It is called once for each pass.
     pictures: of token ids, as a Request has them. template: `thinking` and `template_kwargs` of messages.

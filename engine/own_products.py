@@ -28,7 +28,9 @@ class Error:
 
 def compared(card: Card, product, n: int, k: int, rows: int, add: bool) -> tuple[str, tuple]:
     """What `q8_gemm.compare` gives, behind the shapes in words. ValueError if y has other numbers than results, or the
-    product wrote elsewhere."""
+    product wrote elsewhere, or is no function."""
+    if not callable(product):
+        raise ValueError(f"a product of yours is a function, and not {product!r}")
     where = f"a matrix of {n} x {k}, {rows} row{'s' * (rows > 1)} of x{', added to y' * add}"
     try:
         got, want, bound = q8_gemm.compare(card, n, k, rows, add, product)

@@ -15,6 +15,7 @@ import dataclasses
 import functools
 import itertools
 import math
+import numbers
 import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -287,6 +288,13 @@ def passes_over(n: int, next_rows):
 DRAFTS = {"off": 0, "auto": MOST_DRAFTS}
 
 
+def check_whole(name: str, value: int | None) -> int | None:
+    """The value of an argument of `load`, if it is a whole number or none. Raises RequestError."""
+    if value is not None and (isinstance(value, bool) or not isinstance(value, numbers.Integral)):
+        raise RequestError(name, f"{name} must be a whole number, not {value!r}")
+    return value
+
+
 def most_drafts(draft: int | str) -> int:
     """The most drafts of an answer in a step, as `load` and the command line name them. Raises RequestError."""
     most = DRAFTS.get(draft, draft)
@@ -454,6 +462,9 @@ class Demand:
 
     def __post_init__(self):
         """Raises RequestError."""
+        for name in ("slots", "chunk", "kv_tokens", "checkpoint_memory", "checkpoint_host_memory", "memory",
+                     "expert_memory"):
+            check_whole(name, getattr(self, name))
         limits = ("ctx", self.n_ctx, 1), ("slots", self.slots, 1), ("chunk", self.chunk, PAGE_TOKENS)
         for name, value, unit in limits:
             if value is not None and (value < 1 or value % unit):

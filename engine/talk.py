@@ -27,7 +27,8 @@ def chat(engine: TextEngine, messages: list[dict], thinking: bool | None = None,
     picture files: [{"role": "user", "content": ["What is this?", Path("cat.jpg")]}]. thinking, template_kwargs: for
     the chat template. sampling: fields of Request.
 
-    Raises RequestError for what is no picture, and where the model has no eyes or no chat template.
+    Raises RequestError for what is no list of messages, for what is no picture, and where the model has no eyes or no
+    chat template.
     """
     return "".join(stream(engine, messages, thinking, template_kwargs, **sampling))
 
@@ -65,6 +66,9 @@ def prompt_of(engine: TextEngine, messages: list[dict], thinking: bool | None = 
     """The fields of a Request that a conversation fills, see `chat`. Raises RequestError."""
     if engine.template is None:
         raise RequestError("messages", "this model has no chat template: use generate")
+    if not isinstance(messages, list | tuple):
+        raise RequestError("messages", "chat takes a list of messages; for a text: "
+                                       'engine.chat([{"role": "user", "content": text}])')
     messages = shown(messages, engine.eyes)
     text = engine.template.render(messages, enable_thinking=thinking, template_kwargs=template_kwargs)
     return prompt_fields(engine.encode(text), pictures_in(messages), engine.eyes)

@@ -321,6 +321,10 @@ def attempt(check, answer):
     try:
         check(answer)
         print("solved")
+    except TypeError as error:
+        if "object is not subscriptable" not in str(error) or hasattr(answer, "__getitem__"):
+            raise
+        print("not right yet: a kernel is launched as kernel[blocks, threads](...); this is none. Is @cuda.jit above it?")
     except (AssertionError, LaunchError, CompileError) as error:
         print(f"not right yet: {brief(error)}")
         if re.search(r"\bnan\b", str(error)):              # what results are poisoned with

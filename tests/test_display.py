@@ -68,6 +68,12 @@ def test_an_answer_in_pieces():
         time.sleep(0.01)
 
 
+@pytest.mark.parametrize("messages", ["text", ASK[0], 3], ids=["text", "a message", "a number"])
+def test_chat_takes_messages(messages):
+    with pytest.raises(RequestError, match=r'^chat takes a list of messages; for a text: engine\.chat\(\[\{"role"'):
+        tiny_engine().chat(messages)
+
+
 @pytest.mark.parametrize("prompt", [ASK, ASK[0]], ids=["messages", "a message"])
 def test_messages_are_for_chat(prompt):
     with pytest.raises(RequestError, match=r"for messages: engine\.chat\(messages\)"):

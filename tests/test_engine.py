@@ -581,6 +581,13 @@ def writes_nothing(card, y, stride, w, x, columns, add):
     pass
 
 
+@pytest.mark.parametrize("product, approximate", [({"gemv": 3}, False), ({"gemm": "x"}, True)])
+def test_products_are_functions(own_engine, product, approximate):
+    with pytest.raises(ValueError, match=r"^a product of yours is a function, and not (3|'x')$"):
+        own_engine.use(**product, approximate=approximate)
+    assert own_engine.generate("one two", max_tokens=4)
+
+
 def test_approximate_products_are_measured(card):
     """Their errors are those of the bits that are missing, and text and speed of before and now are told."""
     with contextlib.closing(load_tiny(card, slots=1)) as engine:
@@ -755,6 +762,14 @@ def test_a_context_larger_than_the_memory(card):
 @pytest.mark.parametrize("name, value", [("ctx", 0), ("ctx", -5), ("slots", 0), ("chunk", 0), ("chunk", 100)])
 def test_options_of_load(name, value):
     with pytest.raises(qengine.RequestError, match=f"{name} must be .*not {value}"):
+        load_tiny("emulated", **{name: value})
+
+
+@pytest.mark.parametrize("value", ["5", 2.5, True])
+@pytest.mark.parametrize("name", ["ctx", "slots", "chunk", "kv_tokens", "memory", "expert_memory", "checkpoint_memory",
+                                  "checkpoint_host_memory"])
+def test_sizes_of_load_are_whole_numbers(name, value):
+    with pytest.raises(qengine.RequestError, match=f"^{name} must be a whole number, not {value!r}$"):
         load_tiny("emulated", **{name: value})
 
 

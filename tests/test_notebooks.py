@@ -386,6 +386,10 @@ def test_attempts(lab, capsys):
     assert capsys.readouterr().out == "not solved yet\nnot right yet: 5 is not 4\nsolved\n"
     with pytest.raises(ZeroDivisionError):
         lab.attempt(check, lambda: 1 / 0)
+    with pytest.raises(TypeError, match="unsupported operand"):
+        lab.attempt(check, lambda: None + 1)
+    lab.attempt(lambda kernel: kernel[1, 32](), lambda: 4)
+    assert capsys.readouterr().out.endswith("this is none. Is @cuda.jit above it?\n")
     lab.refuses(check, lambda: 5)
     with pytest.raises(RuntimeError):
         lab.refuses(check, lambda: 4)
