@@ -34,7 +34,15 @@ def test_a_decoded_token_sees_4096_pages(card, name):
     card.poison(out)
     launch((out, None))
     want = attend_decode.expected(case, card.download(there.pages.k), card.download(there.pages.v))
-    attention.head_error(card.download(out), want, 2)
+    if not KV_FORMATS[name].keys.by_codes:
+        attention.head_error(card.download(out), want, 2)
+        return
+    # The query has codes of 8 bits, too. At this position its angles differ from those of float64 by some 1e-4, so that
+    # a few of 128 codes fall on the other side of a middle. Each moves the query by 1/127 of its largest dim, which is
+    # 0.0021 to 0.0024 of its length here: three of them make 0.0042.
+    got, want = (x.reshape(2, -1) for x in (card.download(out), want))
+    error = np.linalg.norm(got - want, axis=1) / np.linalg.norm(want, axis=1)
+    assert (error <= attention.TOLERANCE + 0.0024 * 3**0.5).all(), error
 
 
 @pytest.mark.parametrize("format", KV_FORMATS.values(), ids=KV_FORMATS)
