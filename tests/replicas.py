@@ -15,7 +15,7 @@ from tests.scripted import ScriptedEngine, ScriptedPooling
 def nodes(*cpus):
     """A cluster with nodes of so many CPUs, the first one the head; gives it with the nodes."""
     os.environ["RAY_AUTH_MODE"] = "disabled"    # whether or not this machine has a token of Ray's
-    from engine.replicas import cluster         # before Ray: it says that nothing is reported to Ray's makers
+    from engine.replicas import cluster         # before Ray: its package sets what Ray reads when it is imported
     from ray.cluster_utils import Cluster
     one = Cluster()
     try:

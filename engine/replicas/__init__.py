@@ -21,3 +21,11 @@ to all answers since the message before. So the price of a message is shared by 
 
 Only router.py, cluster.py, front.py, files.py and actor.py import Ray, which is an extra (requirements-ray.txt).
 """
+
+import os
+
+# Ray reads both when it is imported, so they are set here, before any file of this room. Without the first one Ray
+# reports to its makers. Without the second one a thread that Ray Serve leaves behind joins the cluster again after this
+# process has left it.
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+os.environ.setdefault("RAY_ENABLE_AUTO_CONNECT", "0")

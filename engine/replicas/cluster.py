@@ -7,14 +7,12 @@ started with another model or other numbers has Ray Serve replace them one after
 
 import contextlib
 import logging
-import os
 import re
 import socket
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
-os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")       # before Ray is imported: it would report to its makers
 import ray
 from ray import serve
 from ray.serve.config import AutoscalingConfig, RequestRouterConfig
