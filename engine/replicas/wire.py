@@ -15,7 +15,7 @@ from engine.pooling import TextsRequest
 from engine.request import ContextExceeded, DeadlineExceeded, Delta, EngineStopped, Request, RequestError
 
 REPORT_SECONDS = 1.0        # between two messages of a replica, at most
-GAP = 0.02                  # seconds between messages with nothing urgent: each costs both ends about a millisecond
+GAP = 0.04                  # seconds between messages with nothing urgent: each costs both ends about a millisecond
 WHOLE = "ended"             # the end of an answer that did not fail
 COUNTS = "n_read", "n_cached", "keys_read", "keys_seen"     # of an Answer, as engine/request.py has them
 
