@@ -15,6 +15,7 @@ from .models import Wanted, freeze, open_models
 from .named import is_several
 
 LONG = 60                   # seconds after which a start that still waits says so
+SHORT = 2                   # seconds in which nothing is said of files
 
 
 def load_replicas(options) -> Models:
@@ -47,7 +48,8 @@ def replicated(wanted: Wanted, options):
     """The engine whose replicas are those of a model."""
     from engine.replicas import cluster, files, front
     card, n_gpus = card_of(options.card, cluster.n_gpus())
-    offers = files.offered(files_of(wanted))
+    shares = Shares()
+    offers = files.offered(files_of(wanted), shares.tell)
     arguments = {"source": str(wanted.model.source), "name": wanted.model.name, "kv": options.kv, "card": card,
                  "arguments": wanted.arguments, "offers": offers}
     wish = cluster.Wish(f"qengine-{options.argument.name if is_several(options) else 'model'}",
@@ -60,7 +62,7 @@ def replicated(wanted: Wanted, options):
         qengine.note(f"a replica of {wanted.model.name} is up on {facts['hostname']} ({facts['node']}) after "
                      f"{time.monotonic() - began:.1f} s: {', '.join(facts['cards'])}")
 
-    link, facts = cluster.link(wish, tell, Waiting(wish, offers).tell)
+    link, facts = cluster.link(wish, tell, Waiting(wish, offers, shares).tell)
     return front.engine_of(link, wanted.facts, facts)
 
 
@@ -71,20 +73,33 @@ def files_of(wanted: Wanted) -> list[str]:
     return found + ([eyes] if eyes not in (None, "none", "synthetic") else [])
 
 
-class Waiting:
-    """Tells, until a replica is up, of nodes that fetch files, every tenth of a file, and once where it takes long."""
+class Shares:
+    """Tells what nodes do with files, every tenth of a file, where it takes longer than SHORT."""
 
-    def __init__(self, wish, offers: list):
-        self.wish, self.offers, self.told, self.began = wish, offers, {}, time.monotonic()
+    def __init__(self):
+        self.told, self.began = {}, time.monotonic()
+
+    def tell(self, node: str, what: str, path: str, share: float):
+        about, tenth = (node, what, path), int(share * 10)
+        if tenth != self.told.get(about) and time.monotonic() - self.began > SHORT:
+            self.told[about] = tenth
+            qengine.note(f"{node} {what} {path}: {share:.0%}")
+
+
+class Waiting:
+    """Tells, until a replica is up, what nodes do with files, and once where it takes long for another reason."""
+
+    def __init__(self, wish, offers: list, shares: Shares):
+        self.wish, self.offers, self.shares, self.is_told = wish, offers, shares, False
+        self.busy = time.monotonic()        # when a node was last busy with a file
 
     def tell(self):
         from engine.replicas import files
-        for (node, path), share in files.fetching(self.offers).items():
-            if (tenth := int(share * 10)) != self.told.get((node, path)):
-                self.told[node, path] = tenth
-                qengine.note(f"{node} fetches {path}: {share:.0%}")
-        if not self.told and time.monotonic() - self.began > LONG:
-            self.told[None] = True
+        for about, share in files.under_way(self.offers).items():
+            self.shares.tell(*about, share)
+            self.busy = time.monotonic()
+        if not self.is_told and time.monotonic() - self.busy > LONG:
+            self.is_told = True
             qengine.note(f"no replica is up after {LONG} s: it still loads, or no node has {self.wish.n_gpus} GPUs and "
                          f"{self.wish.n_cpus} CPUs of Ray's to spare (`ray status` says what there is)")
 

@@ -299,8 +299,23 @@ class Late:
         self.lock.release()
 
 
+class Calls:
+    """A handle of Ray Serve whose calls fail, each as `how(link, id)` says: it may choose a replica first."""
+
+    def __init__(self, how):
+        self.how, self.n, self.answer = how, 0, self
+
+    def remote(self, id, *_):
+        self.n += 1
+        self.how(self.link, id)
+        raise ConnectionError("the cluster does not answer")
+
+    def shutdown(self):
+        pass
+
+
 def test_what_comes_while_a_front_closes_does_not_wait_for_ever():
-    link, said = front.Link(None, "closing"), []
+    link, said = front.Link(Calls(None), "closing"), []
     link.lock = gate = Late(link.lock)
     job = RemoteAnswer(Request([1]), link, [])
 
@@ -319,18 +334,6 @@ def test_what_comes_while_a_front_closes_does_not_wait_for_ever():
     assert said == ["the server is shutting down"] and not link.jobs and link.loop.is_closed()
     job.cancel()                                # too late for the loop, and no error
     link.close()
-
-
-class Calls:
-    """A handle of Ray Serve whose calls fail, each as `how(link, id)` says: it may choose a replica first."""
-
-    def __init__(self, how):
-        self.how, self.n, self.answer = how, 0, self
-
-    def remote(self, id, *_):
-        self.n += 1
-        self.how(self.link, id)
-        raise ConnectionError("the cluster does not answer")
 
 
 @pytest.mark.parametrize("how, n, says", [

@@ -6,9 +6,10 @@
 
 A front is the process with the HTTP server. For it, all replicas of a model together are one engine: `front.py` has
 what engine/text_engine.py and engine/pooling.py ask of one. Each answer is one call of Ray Serve, which lasts as long
-as the answer; so Ray Serve knows how busy a replica is, scales by that, and lets a replica finish before it goes. The
-tokens come by another way: each replica has one stream to each front, in which a message carries all that has happened
-to all answers since the message before. So the price of a message is shared by the answers that run together.
+as the answer; so Ray Serve lets a replica finish before it goes. The tokens come by another way: each replica has one
+stream to each front, in which a message carries all that has happened to all answers since the message before. So the
+price of a message is shared by the answers that run together. A stream lasts for seconds; a replica whose front does
+not ask for the next one ends that front's answers.
 
     marks and loads     table.py    what a front knows of replicas, and which of them a request should go to
     words on the wire   wire.py     what crosses the network
@@ -16,10 +17,13 @@ to all answers since the message before. So the price of a message is shared by 
     the front           front.py    the engine that a server sees
     the choice          router.py   Ray Serve asks here where a call goes
     the replica         actor.py    what Ray Serve runs beside the cards
+    its answers         feed.py     what one front hears of them, and that they end when it is gone
     the cluster         cluster.py  joining one, what is placed there, its nodes
+    the number          scaling.py  how many replicas a load needs
     model files         files.py    taken from the front's node where a replica's node lacks them
+    kept files          store.py    what tells a file from others, and the room that fetched ones may take
 
-Only router.py, cluster.py, front.py, files.py and actor.py import Ray, which is an extra (requirements-ray.txt).
+Only router.py, cluster.py, files.py and actor.py import Ray, which is an extra (requirements-ray.txt).
 """
 
 import os

@@ -6,6 +6,7 @@ started with another model or other numbers has Ray Serve replace them one after
 """
 
 import contextlib
+import copy
 import logging
 import re
 import socket
@@ -15,7 +16,8 @@ from pathlib import Path
 
 import ray
 from ray import serve
-from ray.serve.config import AutoscalingConfig, RequestRouterConfig
+from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
+from ray.serve.handle import DeploymentHandle
 from ray.serve.schema import LoggingConfig
 
 from engine.request import ModelError, RequestError
@@ -26,10 +28,12 @@ from .front import Link
 LOCAL = "local"
 STORE_BYTES = 200 << 20     # of Ray's object store on a cluster of this machine alone; only pieces of files pass it
 ROUTER = "engine.replicas.router.PrefixRouter"
+SCALING = "engine.replicas.scaling:needed"
 MOST_ONGOING = 4096         # calls of a replica at once; the server's own bound on open requests comes first
 DRAIN_SECONDS = 600         # that a replica gets to finish its answers before it goes
 HEALTH_SECONDS = 5, 30      # between two looks of Ray Serve at a replica, and for its answer
 UP_SECONDS, DOWN_SECONDS = 5, 300       # of load above or below, before a replica is added or taken away
+MEAN_SECONDS = 30           # over which load is averaged
 STARTS = 3                  # that may fail before Ray Serve says that a replica cannot be started
 REACH_SECONDS = 5           # that a cluster's head gets to take a connection
 ANSWER_SECONDS = 60         # that a replica gets to answer once it is up
@@ -91,7 +95,8 @@ def deployed(wish: Wish) -> "serve.Application":
     sizes = {"num_replicas": wish.n} if not wish.most or wish.most == wish.n else {
         "autoscaling_config": AutoscalingConfig(
             min_replicas=wish.n, max_replicas=wish.most, upscale_delay_s=UP_SECONDS, downscale_delay_s=DOWN_SECONDS,
-            target_ongoing_requests=wish.n_slots + 1)}          # one more: the front's stream is a call, too
+            look_back_period_s=MEAN_SECONDS, target_ongoing_requests=wish.n_slots,
+            policy=AutoscalingPolicy(policy_function=SCALING))}
     return serve.deployment(Replica).options(
         name="Replica", max_ongoing_requests=MOST_ONGOING, graceful_shutdown_timeout_s=DRAIN_SECONDS,
         graceful_shutdown_wait_loop_s=0.5, health_check_period_s=HEALTH_SECONDS[0],
@@ -118,16 +123,25 @@ def running(application: str) -> Wish | None:
     """What the application was deployed with, as a replica of it says; None where none is up."""
     if not states(application).get("RUNNING"):
         return None
-    with contextlib.suppress(Exception):        # it goes just now: then it is deployed anew
-        return serve.get_app_handle(application).hello.remote().result(timeout_s=HEALTH_SECONDS[1])["wish"]
-    return None
+    handle = handle_for(application)
+    try:
+        return handle.hello.remote().result(timeout_s=HEALTH_SECONDS[1])["wish"]
+    except Exception:                           # it goes just now: then it is deployed anew
+        return None
+    finally:
+        handle.shutdown()
+
+
+def handle_for(application: str) -> DeploymentHandle:
+    """What calls replicas. Who has it shuts it down; so it is a copy of the one that Ray Serve keeps for the process."""
+    return copy.copy(serve.get_app_handle(application))
 
 
 def link(wish: Wish, on_facts=lambda facts: None, meanwhile=lambda: None) -> tuple[Link, dict]:
     """Joins this process with the replicas, once one is up. Returns (Link, what that one says of itself). meanwhile():
     is called again and again until then. Raises ModelError where none can be started, RequestError where none
     answers."""
-    found = Link(serve.get_app_handle(wish.application), wish.application, on_facts)
+    found = Link(handle_for(wish.application), wish.application, on_facts)
     asked = found.call("hello")
     try:
         while not asked.done():

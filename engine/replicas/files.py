@@ -1,18 +1,17 @@
 """Model files for nodes that lack them: a node with the front's file at the same path reads that, every other one
-fetches the file once, in pieces, from the front's node through Ray's object store, and keeps it.
+fetches the file once, in pieces, from the front's node through Ray's object store, and keeps it (store.py).
 
     Offers ──to the replica, with what it is to make──> taken(): the paths of the same files on this node
 
-A file is told from others by its fingerprint: its size and a digest of SAMPLES stretches of it, which takes
-milliseconds for any size. Every piece that is fetched is compared with its own digest, so what has come is what was
-read.
+Every piece that is fetched is compared with its own digest, and all of them together with the file's fingerprint; so
+what has come is what was read.
 """
 
 import contextlib
-import fcntl
-import hashlib
 import os
 import threading
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -21,10 +20,11 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from engine.request import ModelError
 
-PIECE = 16 << 20            # bytes
-SAMPLES, SAMPLE = 64, 1 << 16           # stretches of a file that are looked at, and bytes of each
-STORE = Path.home() / ".cache" / "qengine" / "files"    # of fetched files, in a folder by the fingerprints of a set
+from .store import PIECE, Store, digest_of, fingerprint, fingerprint_of
+
 NAMESPACE = "qengine"
+MOST_SILENT = 30.0          # seconds; a node that says nothing of a file for longer has given it up
+STORE = Store()             # of this node
 
 
 @dataclass(frozen=True)
@@ -41,15 +41,9 @@ class Offer:
     def n_pieces(self) -> int:
         return -(-self.n_bytes // PIECE)
 
-
-def fingerprint(path: str) -> str:
-    n_bytes = os.path.getsize(path)
-    digest = hashlib.sha256(str(n_bytes).encode())
-    with open(path, "rb") as file:
-        for i in range(SAMPLES):
-            file.seek(max(0, n_bytes - SAMPLE) * i // (SAMPLES - 1))
-            digest.update(file.read(SAMPLE))
-    return digest.hexdigest()[:32]
+    @property
+    def name(self) -> str:
+        return os.path.basename(self.path)
 
 
 class Server:
@@ -58,7 +52,7 @@ class Server:
 
     def __init__(self):
         self.offers: dict[str, Offer] = {}
-        self.progress: dict[tuple[str, str], float] = {}        # (node, path) -> share that it has asked for
+        self.told: dict[tuple[str, str, str], tuple] = {}   # (node, what it does, path) -> (share that is done, when)
         self.lock = threading.Lock()
 
     def add(self, offers: list[Offer]):
@@ -71,40 +65,47 @@ class Server:
         with open(offer.path, "rb") as file:
             file.seek(index * PIECE)
             data = file.read(PIECE)
-        with self.lock:
-            self.progress[node, offer.path] = (index + 1) / offer.n_pieces
+        self.tell(node, "fetches", offer.path, (index + 1) / offer.n_pieces)
         return digest_of(data), data
 
-    def fetching(self) -> dict[tuple[str, str], float]:
+    def tell(self, node: str, what: str, path: str, share: float):
         with self.lock:
-            return {key: share for key, share in self.progress.items() if share < 1}
+            self.told[node, what, path] = share, time.monotonic()
+
+    def under_way(self) -> dict[tuple[str, str, str], float]:
+        with self.lock:
+            now = time.monotonic()
+            self.told = {about: (share, when) for about, (share, when) in self.told.items()
+                         if share < 1 and now - when < MOST_SILENT}
+            return {about: share for about, (share, _) in self.told.items()}
 
 
-def digest_of(data: bytes) -> str:
-    return hashlib.blake2b(data, digest_size=16).hexdigest()
-
-
-def offered(paths: list[str]) -> list[Offer]:
-    """Offers of files of this node, which an actor here now reads for others."""
+def offered(paths: list[str], tell: Callable = lambda *about: None) -> list[Offer]:
+    """Offers of files of this node, which an actor here now reads for others. tell(node, what it does, path, share):
+    is called while files are read for their fingerprints."""
     here = ray.get_runtime_context().get_node_id()
     name = f"files of {here}"
     server = ray.remote(Server).options(
         name=name, namespace=NAMESPACE, lifetime="detached", get_if_exists=True, num_cpus=0, max_restarts=-1,
         max_task_retries=3, max_concurrency=4, runtime_env={"env_vars": {"PYTHONPATH": str(Path(__file__).parents[2])}},
         scheduling_strategy=NodeAffinitySchedulingStrategy(here, soft=False)).remote()
-    offers = [Offer(os.path.abspath(path), fingerprint(path), os.path.getsize(path), name) for path in paths]
+    node = ray.util.get_node_ip_address()
+    offers = [Offer(os.path.abspath(path), fingerprint(path, lambda share: tell(node, "reads", path, share)),
+                    os.path.getsize(path), name) for path in paths]
     ray.get(server.add.remote(offers))
     return offers
 
 
-def fetching(offers: list[Offer]) -> dict[tuple[str, str], float]:
-    """Which nodes fetch files now: (node, path) -> share that they have."""
-    if not offers:
-        return {}
-    return ray.get(ray.get_actor(offers[0].server, namespace=NAMESPACE).fetching.remote())
+def server_of(offer: Offer) -> "ray.actor.ActorHandle":
+    return ray.get_actor(offer.server, namespace=NAMESPACE)
 
 
-def taken(offers: list[Offer], store: Path = STORE) -> list[str]:
+def under_way(offers: list[Offer]) -> dict[tuple[str, str, str], float]:
+    """What nodes do with files now: (node, "fetches" or "reads", path) -> share that is done."""
+    return ray.get(server_of(offers[0]).under_way.remote()) if offers else {}
+
+
+def taken(offers: list[Offer], store: Store = STORE) -> list[str]:
     """The paths of the offered files on this node, which fetches what it lacks. Files that lie beside each other on the
     front's node do so here: the parts of a model must. Raises ModelError."""
     folders: dict[str, list[Offer]] = {}        # of the front's node
@@ -116,31 +117,41 @@ def taken(offers: list[Offer], store: Path = STORE) -> list[str]:
     return [found[offer] for offer in offers]
 
 
-def taken_together(offers: list[Offer], store: Path) -> list[str]:
+def taken_together(offers: list[Offer], store: Store) -> list[str]:
     """The paths of files of one folder, in one folder of this node."""
     if all(is_it(offer.path, offer) for offer in offers):
         return [offer.path for offer in offers]
-    folder = store / digest_of("".join(sorted(offer.fingerprint for offer in offers)).encode())
-    folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / "lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)        # another replica of this node may be fetching them
-        for offer in offers:
-            if not is_it(kept := folder / os.path.basename(offer.path), offer):
-                fetch(offer, kept)
-    return [str(folder / os.path.basename(offer.path)) for offer in offers]
+    folder, named = store.hold(set_name(offers)), {offer.name: offer for offer in offers}
+    store.fill(folder, lambda: [(name, offer.n_bytes) for name, offer in named.items()
+                                if not is_it(folder / name, offer)],
+               lambda name, path: fetch(named[name], path))
+    return [str(folder / offer.name) for offer in offers]
+
+
+def set_name(offers: list[Offer]) -> str:
+    return digest_of("".join(sorted(offer.fingerprint for offer in offers)).encode())
 
 
 def is_it(path: str | Path, offer: Offer) -> bool:
-    with contextlib.suppress(OSError):
-        return fingerprint(path) == offer.fingerprint
+    """Whether a file of this node is the one that is offered. It is read where it has the same size."""
+    with contextlib.suppress(OSError, ModelError):      # there is none, or it changes just now
+        return os.path.getsize(path) == offer.n_bytes and fingerprint(path, teller(offer, path)) == offer.fingerprint
     return False
 
 
-def fetch(offer: Offer, path: Path):
-    server, node = ray.get_actor(offer.server, namespace=NAMESPACE), ray.util.get_node_ip_address()
-    begun = path.with_name(path.name + ".part")
-    ahead = server.piece.remote(offer.fingerprint, 0, node)
-    with open(begun, "wb") as file:
+def teller(offer: Offer, path: str | Path) -> Callable:
+    """Tells the front's node how far this one is with reading a file, if that node is there."""
+    with contextlib.suppress(ValueError):
+        server, node = server_of(offer), ray.util.get_node_ip_address()
+        return lambda share: server.tell.remote(node, "reads", str(path), share)
+    return lambda share: None
+
+
+def fetch(offer: Offer, path: Path) -> str:
+    """Writes an offered file to a path of this node, and returns its fingerprint."""
+    server, node = server_of(offer), ray.util.get_node_ip_address()
+    ahead, digests = server.piece.remote(offer.fingerprint, 0, node), []
+    with open(path, "r+b") as file:
         for index in range(offer.n_pieces):
             coming, ahead = ahead, None
             if index + 1 < offer.n_pieces:      # the next one comes while this one is written
@@ -148,7 +159,8 @@ def fetch(offer: Offer, path: Path):
             digest, data = ray.get(coming)
             if digest_of(data) != digest:
                 raise ModelError(f"{offer.path}: piece {index} has come damaged from the front's node")
+            digests.append(digest)
             file.write(data)
-    if not is_it(begun, offer):
+    if fingerprint_of(os.path.getsize(path), digests) != offer.fingerprint:
         raise ModelError(f"{offer.path}: the file on the front's node has changed while it was fetched")
-    os.replace(begun, path)
+    return offer.fingerprint

@@ -9,6 +9,7 @@ in which the front itself is suspended does not count against a replica.
 import asyncio
 import contextlib
 import dataclasses
+import itertools
 import logging
 import secrets
 import threading
@@ -29,7 +30,7 @@ from engine.tokenizer import encode_prompt
 from .jobs import MOST_FAILED, MOST_LOST, Differs, RemoteAnswer, RemoteJob, RemoteTexts
 from .links import LINKS
 from .table import Layers, Table
-from .wire import WHOLE, error_heard, fingerprint, packed
+from .wire import UNHEARD, WHOLE, error_heard, fingerprint, packed
 
 LOOK_SECONDS = 0.5          # between two looks at replicas and deadlines
 MOST_LOOKS = 60             # without a message, after which a replica counts as hanging: 30 s, as Ray Serve has it
@@ -43,8 +44,8 @@ logger = logging.getLogger("qengine.requests")
 class Link:
     """What joins a front with the replicas of one model.
 
-    handle: of Ray Serve, for the deployment. application: its name. on_facts(facts): is called with what each new
-    replica says of itself, in the link's thread.
+    handle: of Ray Serve, for the deployment; it ends with the link. application: its name. on_facts(facts): is called
+    with what each new replica says of itself, in the link's thread.
     """
 
     def __init__(self, handle, application: str, on_facts=lambda facts: None):
@@ -53,6 +54,7 @@ class Link:
         self.jobs: dict[int, RemoteJob] = {}        # open ones by their id
         self.lock = threading.Lock()                # guards jobs, which replica each has, and closed
         self.listeners: dict[str, asyncio.Task] = {}
+        self.streams = itertools.count(1)           # their numbers; of two of one replica the later one counts
         self.looks, self.numbers = Counter(), {}    # by replica: looks without a message; the number of its last one
         self.vocabulary = None          # the fingerprint of the front's own, once that is known
         self.alone_since, self.closed = time.monotonic(), False
@@ -94,6 +96,7 @@ class Link:
             self._in_loop(end)
             self.thread.join(5.0)
             LINKS.pop(self.application, None)
+            self.handle.shutdown()                      # or Ray Serve goes on to report for it
 
     # ---- answers, from any thread ---------------------------------------------------------------------------
 
@@ -180,7 +183,9 @@ class Link:
                 self.table.silence(job.replica)         # until it reports again
             self._lose(job, id, error)
         else:
-            if refused is not None and refused[0] == "stopped":
+            if refused == UNHEARD:
+                self._lose(job, id, refused[2])
+            elif refused is not None and refused[0] == "stopped":
                 self._stopped(job, id, refused[2])
             elif refused is not None:
                 self._settle(job, error_heard(refused))
@@ -246,10 +251,13 @@ class Link:
                 task.cancel()
 
     async def _listen(self, id: str):
+        """One stream after the other, each for the seconds that the replica gives it: so the replica sees that this
+        front lives."""
+        calls = self.handle.options(stream=True).listen
         while (one := self.table.replicas.get(id)) is not None:
             stream = None
             try:
-                stream = self.handle.options(stream=True).listen.remote(id, self.key)
+                stream = calls.remote(id, self.key, next(self.streams), bool(one.facts))
                 async for message in stream:
                     self._hear(id, message)
             except asyncio.CancelledError:
@@ -271,8 +279,9 @@ class Link:
     def _hear(self, id: str, message: tuple):
         number, facts, stats, reason, marks, events = message
         self.looks[id] = 0
-        before = 0 if facts is not None else self.numbers.get(id, 0)
-        self.numbers[id] = number
+        before, self.numbers[id] = self.numbers.get(id, 0), number
+        if number < before:                     # a new feed: the replica has ended what was in the one before
+            before = 0
         self.table.report(id, facts, stats, reason, marks)
         if facts is not None:
             if self.vocabulary not in (None, facts["vocabulary"]):

@@ -1,0 +1,175 @@
+"""What one front hears of its answers in a replica.
+
+Messages are (number, facts, stats, reason, marks, events), see wire.py. number: so many messages of the feed had events
+so far, so a front sees where one is missing; facts come where the front has none, stats with those that end a job and
+every REPORT_SECONDS, marks when they have changed. A thread gathers the events: engines tell of them by an Event. First
+tokens and ends are sent at once; other tokens wait for GAP to pass since the last message.
+
+A front listens by one stream at a time. A stream lasts for seconds, and that its front asks for the next one is how a
+replica knows that the front lives: a feed that nobody has listened to for MOST_UNHEARD looks ends its answers. Looks
+are counted, not seconds: time in which the replica itself is suspended does not count against a front.
+"""
+
+import asyncio
+import queue
+import threading
+import time
+from collections.abc import Callable
+
+from engine.request import Delta, Request
+
+from .wire import GAP, REPORT_SECONDS, WHOLE, counts_told, delta_told, error_told
+
+MOST_UNHEARD = 10           # looks, one every REPORT_SECONDS
+
+
+class Feed:
+    """The answers of one front in a replica. engine, facts: those of the replica. loop: where all is called but what
+    begins with _, which the feed's own thread does."""
+
+    def __init__(self, engine, facts: dict, loop: asyncio.AbstractEventLoop):
+        self.engine, self.facts, self.loop = engine, facts, loop
+        self.messages = asyncio.Queue()         # for the stream that listens, or for the next one
+        self.stream, self.is_heard, self.n_unheard = 0, False, 0
+        self.jobs: dict[int, tuple] = {}        # id -> (job, how to take its news, Event of the loop: it is over)
+        self.untold: set[int] = set()           # those of them of which no event was sent
+        self.wake = threading.Event()
+        self.n_sent, self.is_closed = 0, False
+        self.tells_facts, self.told_marks, self.reported = False, None, 0.0
+        # What was gathered for the next message: by job, the ends of calls, and whether somebody waits for it.
+        self.events, self.ended, self.is_urgent = {}, [], False
+        self.begun: set[int] = set()            # jobs of which a Delta or rows were gathered
+        self.thread = threading.Thread(target=self._run, name="feed", daemon=True)
+
+    # ---- in the loop ------------------------------------------------------------------------------------------
+
+    def add(self, id: int, job) -> asyncio.Event:
+        """A job of the engine; gives what is set when it is over."""
+        over = asyncio.Event()
+        self.untold.add(id)
+        self.jobs[id] = job, news_of(job, self.wake), over
+        self.wake.set()
+        return over
+
+    def listen(self, stream: int, knows: bool) -> asyncio.Queue | None:
+        """The messages for a stream of the front, until one is None. The stream before it ends; what that one has not
+        sent goes to this one. stream: a number; None is given where a later one has come before. knows: whether the
+        front has the facts."""
+        if stream <= self.stream or self.is_closed:
+            return None
+        self.stream, before, self.messages = stream, self.messages, asyncio.Queue()
+        while not before.empty():
+            self.messages.put_nowait(before.get_nowait())
+        before.put_nowait(None)
+        self.is_heard, self.n_unheard = True, 0
+        self.tells_facts = self.tells_facts or not knows
+        self.wake.set()
+        return self.messages
+
+    def leave(self, stream: int):
+        """A stream has ended."""
+        if stream == self.stream:
+            self.is_heard = False
+
+    def close(self):
+        """Ends all answers, which nobody wants any more."""
+        if self.is_heard:                       # a stream has come meanwhile
+            return
+        self.is_closed = True
+        self.messages.put_nowait(None)
+        for job, _, over in list(self.jobs.values()):
+            job.cancel()
+            over.set()
+        self.wake.set()
+
+    def send(self, message: tuple, ended: list[asyncio.Event]):
+        self.messages.put_nowait(message)
+        for over in ended:
+            over.set()
+
+    # ---- in the feed's thread ---------------------------------------------------------------------------------
+
+    def _run(self):
+        sent = looked = 0.0
+        while not self.is_closed:
+            self.wake.wait(REPORT_SECONDS)
+            self.wake.clear()
+            if not self.is_heard:               # what happens meanwhile stays in the jobs
+                if (now := time.monotonic()) >= looked + REPORT_SECONDS:
+                    looked, self.n_unheard = now, self.n_unheard + 1
+                if self.n_unheard <= MOST_UNHEARD:
+                    continue
+                work = (self.close,)
+            else:
+                self._gather()
+                if not self.is_urgent and (left := sent + GAP - time.monotonic()) > 0:
+                    time.sleep(left)            # what comes meanwhile shares the message
+                    self._gather()
+                sent = time.monotonic()
+                work = (self.send, *self._message())
+            try:
+                self.loop.call_soon_threadsafe(*work)
+            except RuntimeError:                # the loop is closed: the replica ends
+                return
+
+    def _gather(self):
+        """What has happened to the jobs since the last time, into self.events."""
+        for id, (job, news, over) in list(self.jobs.items()):
+            told, end = news()
+            if is_new := id in self.untold:
+                self.untold.discard(id)
+            if not (told or end is not None or job.n_read or is_new):
+                continue
+            before = self.events.get(id)
+            self.events[id] = id, counts_told(job), before[2] + told if before else told, end
+            if end is not None:
+                del self.jobs[id]
+                self.ended.append(over)
+            if end is not None or told and id not in self.begun:
+                self.is_urgent = True
+            self.begun = self.begun & self.jobs.keys() | ({id} if told else set())
+
+    def _message(self) -> tuple[tuple, list[asyncio.Event]]:
+        facts, self.tells_facts = self.facts if self.tells_facts else None, False
+        events, ended, now = list(self.events.values()), self.ended, time.monotonic()
+        stats = marks = None
+        if ended or facts or now >= self.reported + REPORT_SECONDS:
+            self.reported, stats = now, self.engine.stats()
+            marks = self.engine.marks() if self.engine.kind == "text" else None
+            marks = None if marks == self.told_marks else marks
+            self.told_marks = self.told_marks if marks is None else marks
+        self.n_sent += bool(events)
+        self.events, self.ended, self.is_urgent = {}, [], False
+        return (self.n_sent, facts, stats, self.engine.reason, marks, events), ended
+
+
+def news_of(job, wake: threading.Event) -> Callable:
+    """A function that gives (what is new of a job, how it has ended; None if it has not). wake: is set when there may
+    be news."""
+    if isinstance(job.request, Request):
+        job.wake = wake
+        return lambda: text_news(job)
+    threading.Thread(target=lambda: (job.wait(), wake.set()), name="rows of a job", daemon=True).start()
+    return lambda: row_news(job)
+
+
+def text_news(job) -> tuple[list[tuple], tuple | None]:
+    """The end is (WHOLE, drafts checked, drafts accepted) or what `error_told` gives."""
+    told = []
+    try:
+        while isinstance(said := job.take(), Delta):
+            told.append(delta_told(said))
+    except queue.Empty:
+        return told, None
+    except Exception as error:
+        said = error
+    if said is not None:
+        return told, error_told(said)
+    return told, (WHOLE, job.drafts.n_checked, job.drafts.n_accepted)
+
+
+def row_news(job) -> tuple[list, tuple | None]:
+    """All rows come at once."""
+    if not job.wait(0):
+        return [], None
+    return ([], error_told(job.error)) if job.error else (job.rows if job.finish_reason else [], (WHOLE, None, None))
