@@ -1,10 +1,12 @@
 """What replicas on Ray cost and win: `python -m benchmarks.replicas overhead | nodes | affinity | soak | front`.
 
     overhead    first token and streamed tokens/s of one replica against the engine in the server's own process, in turn
-    nodes       tokens/s of two replicas on two nodes against one, of engines that only wait
+    nodes       tokens/s of two replicas on two nodes against one, of engines that only wait or, with --engine emulated,
+                of the model that ships; and what held the processors meanwhile
     affinity    conversations of three turns over three replicas: cached tokens against one replica with three times the
                 memory
-    soak        clients, and a replica killed now and then: every answer is the one given alone
+    soak        clients, and a replica killed now and then: every answer is the one given alone; of each request that is
+                lost it says which replicas it had, and what was seen of them
     front       how many streamed tokens/s a front hands on, of engines that only write
 
 All nodes are on this machine, so they share its processors. `--json FILE` writes the figures, too. The exit code is 1
@@ -15,6 +17,7 @@ import argparse
 import contextlib
 import http.client
 import json
+import logging
 import os
 import random
 import signal
@@ -72,6 +75,9 @@ class Waiting(TextOnly, TextEngine):
                     break
             self.n_running -= 1
         generation.close()
+
+    def close(self):
+        pass
 
     def count_pipes(self):
         return None
@@ -225,16 +231,53 @@ def parsed(arguments: list[str]):
     return options
 
 
+ENGINES = {"waiting": (waiting, {"pace": 0.1, "n_slots": 4}, 50),
+           "emulated": (loaded, {"ctx": 1024, "slots": 4}, 100)}       # its maker, arguments, tokens of an answer
+
+
 def two_nodes(options) -> dict:
-    model, found = Facts.of(Waiting()), {}
+    maker, arguments, n_tokens = ENGINES[options.engine]
+    here = maker(**arguments)
+    model, tokens, busy = Facts.of(here), {}, {}
+    here.close()
     with nodes(2):
         for n in 1, 2:
-            with replicas("waiting", n, model, pace=0.1, n_slots=4) as engine, \
-                    serving(app(engine), "127.0.0.1", 0) as port:
+            with replicas(maker.__name__, n, model, **arguments) as engine, serving(app(engine), "127.0.0.1", 0) as port:
                 speed(port, 16, 5)
-                found[n] = speed(port, 16, 50)
-    return {"tokens/s": {f"{n} replicas": round(each) for n, each in found.items()},
-            "times": round(found[2] / found[1], 2)}
+                before, began = processor_seconds(), time.perf_counter()
+                tokens[n] = speed(port, 16, n_tokens)
+                seconds = time.perf_counter() - began
+                busy[n] = {who: round((used - before.get(who, 0)) / seconds, 2)
+                           for who, used in processor_seconds().items()}
+    return {"engine": options.engine, "tokens/s": {f"{n} replicas": round(each) for n, each in tokens.items()},
+            "times": round(tokens[2] / tokens[1], 2), "processors": len(os.sched_getaffinity(0)),
+            "of which are held by": {f"{n} replicas": each for n, each in busy.items()}}
+
+
+def processor_seconds() -> dict[str, float]:
+    """That this process and those which it has started have used so far, by what they are."""
+    used, parents = {}, {}
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(OSError):
+            with open(f"/proc/{pid}/stat") as file:
+                fields = file.read().rpartition(")")[2].split()
+            with open(f"/proc/{pid}/cmdline") as file:
+                parents[int(pid)] = int(fields[1])
+                used[int(pid)] = role_of(file.read()), (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    mine = {os.getpid()}
+    while more := {pid for pid, parent in parents.items() if parent in mine} - mine:
+        mine |= more
+    found = {"front and clients": used.pop(os.getpid())[1]}
+    for who, seconds in (used[pid] for pid in mine if pid in used):
+        found[who] = found.get(who, 0) + seconds
+    return found
+
+
+def role_of(command: str) -> str:
+    """What a process of Ray's does, by its command line."""
+    names = {"ServeReplica": "replicas", "ServeController": "Ray Serve's controller", "raylet/raylet": "raylets",
+             "gcs_server": "Ray's head"}
+    return next((who for name, who in names.items() if name in command), "the rest of Ray")
 
 
 def affinity(options) -> dict:
@@ -286,7 +329,8 @@ def soak(options) -> dict:
         alone = [ask(port, "/v1/completions", body)[0] for body in deck]
     here.close()
     tally, wrong, over = {"answers": 0, "lost": 0, "killed": 0}, [], threading.Event()
-    with nodes(2), replicas("loaded", options.replicas, model, ctx=1024, slots=4) as engine, \
+    diary = Diary()
+    with diary, nodes(2), replicas("loaded", options.replicas, model, ctx=1024, slots=4) as engine, \
             serving(app(engine), "127.0.0.1", 0) as port:
 
         def client(i):
@@ -295,9 +339,9 @@ def soak(options) -> dict:
                 at = rng.randrange(len(deck))
                 try:
                     text = ask(port, "/v1/completions", deck[at])[0]
-                except RuntimeError as error:
+                except (RuntimeError, OSError, http.client.HTTPException) as error:
                     tally["lost"] += 1
-                    wrong.append(str(error))
+                    diary.write(f"client {i} lost an answer: {type(error).__name__}: {error}")
                     continue
                 tally["answers"] += 1
                 if text != alone[at]:
@@ -307,8 +351,16 @@ def soak(options) -> dict:
             while not over.wait(options.kill_every):
                 up = [one for one in engine.replicas if one.state == "up"]
                 if up:
-                    os.kill(random.choice(up).facts["pid"], signal.SIGKILL)
+                    victim = random.choice(up)
+                    diary.write(f"killed {victim.id} with {victim.n_open} answers; " + states_of(engine))
+                    os.kill(victim.facts["pid"], signal.SIGKILL)
                     tally["killed"] += 1
+
+        def watcher(_):
+            before = None
+            while not over.wait(0.2):
+                if (now := states_of(engine)) != before:
+                    diary.write(before := now)
 
         memory = []
 
@@ -319,11 +371,37 @@ def soak(options) -> dict:
                 memory.append(resident_mb())
             over.set()
 
-        workers = [client] * options.clients + [killer, clock]
+        workers = [client] * options.clients + [killer, watcher, clock]
         together(len(workers), lambda i: workers[i](i))
     half = memory[len(memory) // 2]
     return tally | {"front, MB after each tenth": memory, "what was wrong": sorted(set(wrong))[:5],
-                    "failed": any("differs" in one for one in wrong) or memory[-1] > half * 1.05 + 24}
+                    "what happened": diary.lines, "failed": bool(wrong) or memory[-1] > half * 1.05 + 24}
+
+
+class Diary(logging.Handler):
+    """What happened when: what is written here, and what the front writes down of requests that lose replicas."""
+
+    def __init__(self):
+        super().__init__()
+        self.began, self.lines, self.of = time.monotonic(), [], logging.getLogger("qengine.requests")
+
+    def write(self, text: str):
+        self.lines.append(f"{time.monotonic() - self.began:7.2f} s: {text}")
+
+    def emit(self, record):
+        if record.getMessage().startswith(("lost ", "gave up ")):
+            self.write(record.getMessage())
+
+    def __enter__(self):
+        self.of.setLevel(logging.INFO)
+        self.of.addHandler(self)
+
+    def __exit__(self, *_):
+        self.of.removeHandler(self)
+
+
+def states_of(engine) -> str:
+    return "replicas: " + ", ".join(f"{one.id} {one.state}" for one in engine.replicas)
 
 
 def resident_mb() -> int:
@@ -366,6 +444,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="What replicas on Ray cost and win.")
     parser.add_argument("what", choices=MEASUREMENTS)
     parser.add_argument("--rounds", type=int, default=40, help="of overhead (default: 40)")
+    parser.add_argument("--engine", choices=ENGINES, default="waiting", help="of nodes (default: waiting)")
     parser.add_argument("--conversations", type=int, default=18, help="of affinity (default: 18)")
     parser.add_argument("--clients", type=int, default=32, help="of soak and front (default: 32)")
     parser.add_argument("--replicas", type=int, default=3, help="of soak (default: 3)")

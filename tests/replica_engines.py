@@ -2,8 +2,12 @@
 
 import qengine
 from engine.request import EngineStopped
+from kernels import block_sparse
 from tests.paced import PacedEngine
 from tests.scripted import ScriptedEngine, ScriptedPooling
+
+
+FEW_PAGES = block_sparse.Rule(dense=2, sinks=1, near=2, base=2, share=4, spare=6)     # for sparse prompts that are short
 
 
 def scripted(**arguments):
@@ -22,6 +26,11 @@ def pooling(**arguments):
 
 def loaded(model, **arguments):
     return qengine.load(model, card="emulated", progress=False, **arguments)
+
+
+def loaded_sparsely(**arguments):
+    block_sparse.RULE = FEW_PAGES
+    return loaded(**arguments)
 
 
 def broken(error):

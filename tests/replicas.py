@@ -15,6 +15,8 @@ from tests.scripted import ScriptedEngine, ScriptedPooling
 def nodes(*cpus):
     """A cluster with nodes of so many CPUs, the first one the head; gives it with the nodes."""
     os.environ["RAY_AUTH_MODE"] = "disabled"    # whether or not this machine has a token of Ray's
+    for who in "REPLICA", "HANDLE":             # loads are told every second, and not every ten
+        os.environ[f"RAY_SERVE_{who}_AUTOSCALING_METRIC_PUSH_INTERVAL_S"] = "1"
     from engine.replicas import cluster         # before Ray: its package sets what Ray reads when it is imported
     from ray.cluster_utils import Cluster
     one = Cluster()

@@ -12,9 +12,10 @@ from engine.replicas import feed, front, wire
 from engine.replicas.feed import Feed
 from engine.replicas.jobs import RemoteAnswer
 from engine.replicas.scaling import needed
-from engine.request import Delta, Request
+from engine.request import Delta, Request, share_read
 from tests.clients import wait_until
 from tests.paced import PacedEngine
+from tests.scripted import ScriptedEngine
 
 FACTS = {"node": "10.0.0.1", "hostname": "a", "n_slots": 4}
 LIMIT = 60
@@ -33,7 +34,6 @@ class Engine(PacedEngine):
 @pytest.fixture
 def quick(monkeypatch):
     monkeypatch.setattr(feed, "REPORT_SECONDS", 0.02)
-    monkeypatch.setattr(feed, "MOST_UNHEARD", 5)
 
 
 @contextlib.asynccontextmanager
@@ -45,9 +45,9 @@ async def fed():
     try:
         yield one, job, over
     finally:
-        job.cancel()
-        one.is_heard = False
-        one.close()
+        for _ in range(feed.MOST_LOOKS + 1):
+            one.look()
+        assert job.cancelled and over.is_set()
         await asyncio.to_thread(one.thread.join, LIMIT)
 
 
@@ -122,78 +122,99 @@ def test_facts_come_to_who_lacks_them(quick):
     asyncio.run(check())
 
 
+def test_the_counts_of_a_sparse_prompt_are_told():
+    near = ScriptedEngine("Hello").submit(Request([20, 21], sparse=True))       # it has ended
+    near.keys_read, near.keys_seen = 30, 120
+    one, there = Feed(None, None, None), RemoteAnswer(near.request, None, [])
+    one.jobs[1], one.untold = (near, feed.news_of(near, one.wake), None), {1}
+    one._gather()
+    (_, counts, told, end), = one.events.values()
+    there.hear(counts, told)
+    there.end(*end[1:])
+    assert share_read([there]) == share_read([near]) == 0.25
+    assert there.n_generated == near.n_generated > 1 and there.finish_reason == near.finish_reason
+
+
 # ---- a front that is gone -----------------------------------------------------------------------------------------
 
 
-def test_answers_of_a_front_that_listens_no_more_end(quick):
+@pytest.mark.parametrize("leaves", [True, False], ids=["the stream broke", "the stream is there and nobody reads it"])
+def test_answers_of_a_front_that_asks_no_more_end(quick, leaves):
     async def check():
         async with fed() as (one, job, over):
-            await read(one.listen(1, True), 3)
-            one.leave(1)
+            messages = one.listen(1, True)
+            await read(messages, 3)
+            if leaves:
+                one.leave(1)
+            for _ in range(feed.MOST_LOOKS):
+                one.look()
+            assert not job.cancelled and not over.is_set()
+            one.look()
             await asyncio.wait_for(over.wait(), LIMIT)
-            assert job.cancelled and one.is_closed
+            assert job.cancelled and one.is_closed and one.listen(2, True) is None
             assert await asyncio.to_thread(job.wait, LIMIT) and job.n_generated < 1000
-            assert one.listen(2, True) is None
+            while await asyncio.wait_for(messages.get(), LIMIT) is not None:
+                pass                            # the stream ends, too
     asyncio.run(check())
 
 
-def test_a_front_that_has_never_listened_is_not_waited_for(quick):
+def test_a_front_that_has_never_listened_is_not_waited_for():
+    """`fed` looks for it, and asserts that its answer ends."""
     async def check():
-        async with fed() as (_, job, over):
-            await asyncio.wait_for(over.wait(), LIMIT)
-            assert job.cancelled
+        async with fed():
+            pass
     asyncio.run(check())
 
 
-def test_a_front_that_listens_again_in_time_keeps_its_answers(quick):
+def test_a_front_that_asks_again_in_time_keeps_its_answers(quick):
     async def check():
         async with fed() as (one, job, over):
-            for stream in range(1, 20):         # longer than MOST_UNHEARD looks, all together
+            for stream in range(1, 20):
                 one.listen(stream, True)
-                await asyncio.sleep(0.03)
-                one.leave(stream)
+                for _ in range(feed.MOST_LOOKS):
+                    one.look()
             assert not over.is_set() and not job.cancelled and not one.is_closed
-            one.n_unheard = 100
-            one.listen(30, True)
-            one.close()                         # was on its way when the stream came
-            assert not one.is_closed
-    asyncio.run(check())
-
-
-def test_time_in_which_a_replica_is_suspended_does_not_count(quick, monkeypatch):
-    async def check():
-        async with fed() as (one, job, _):
-            await read(one.listen(1, True), 3)
-            jump = 1e6
-            monkeypatch.setattr(feed, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + jump,
-                                                              sleep=time.sleep))
-            one.leave(1)
-            await asyncio.sleep(0.03)
-            assert not job.cancelled and one.n_unheard <= 3
-            one.listen(2, True)
     asyncio.run(check())
 
 
 # ---- the front's side ---------------------------------------------------------------------------------------------
 
 
+class Stream:
+    """What a call of a stream gives: messages, an error, or its end, which is None."""
+
+    def __init__(self, messages):
+        self.messages, self.is_cancelled = asyncio.Queue(), False
+        for message in messages:
+            self.messages.put_nowait(message)
+
+    async def __aiter__(self):
+        while (message := await self.messages.get()) is not None:
+            if isinstance(message, Exception):
+                raise message
+            yield message
+
+    def cancel(self):
+        self.is_cancelled = True
+
+
 class Handle:
-    """A handle of Ray Serve. streams: what each stream of replica "a" gives, one after the other. ends: what each
+    """A handle of Ray Serve. streams: the messages of each stream of replica "a", one after the other. ends: what each
     call of an answer returns."""
 
     def __init__(self, streams=(), ends=()):
-        self.streams, self.ends, self.asked, self.n_shut = list(streams), list(ends), [], 0
+        self.streams, self.ends, self.asked, self.given, self.n_shut = list(streams), list(ends), [], [], 0
         self.answer = SimpleNamespace(remote=self._answer)
 
     def options(self, stream):
         return SimpleNamespace(listen=SimpleNamespace(remote=self._listen))
 
-    async def _listen(self, replica, front, stream, knows):
+    def _listen(self, replica, front, stream, knows):
         self.asked.append((stream, knows))
-        for message in self.streams.pop(0) if self.streams else ():
-            yield message
-        if not self.streams:
-            await asyncio.sleep(3600)
+        if self.given:
+            self.given[-1].messages.put_nowait(None)
+        self.given.append(Stream(self.streams.pop(0) if self.streams else []))
+        return self.given[-1]
 
     async def _answer(self, id, front, data):
         self.link.placed(id, "a")
@@ -220,14 +241,40 @@ def message(number, facts=None, events=()):
     return number, facts, None, None, None, list(events)
 
 
+HERE = FACTS | {"vocabulary": "v"}
+
+
 def test_a_front_asks_for_one_stream_after_the_other(monkeypatch):
-    facts = FACTS | {"vocabulary": "v"}
-    with linked(monkeypatch, streams=[[], [message(0, facts)], [message(1, events=[(99, (0,) * 4, [], None)])],
-                                      [message(1)]]) as (link, handle):
+    """While it reads one, which it reads to its end; of one that breaks it asks anew."""
+    monkeypatch.setattr(front, "NEXT_SECONDS", 0.0)
+    heard = []
+    said = [[message(0, HERE), message(0)], [message(1, events=[(99, (0,) * 4, [], None)])], [ValueError("broken")],
+            [message(1)]]
+    with linked(monkeypatch, streams=said) as (link, handle):
+        link._hear = lambda id, one, hear=link._hear: (heard.append(one), hear(id, one))
         link.see(["a"])
-        wait_until(lambda: len(handle.asked) == 4 and not handle.streams, LIMIT)
-        assert handle.asked == [(1, False), (2, False), (3, True), (4, True)]
-        assert link.table.listed()[0].facts == facts
+        wait_until(lambda: len(heard) == 4 and len(handle.asked) == 5, LIMIT)
+        assert heard == [said[0][0], said[0][1], said[1][0], said[3][0]]
+        assert handle.asked == [(1, False), (2, True), (3, True), (4, True), (5, True)]
+        assert link.table.listed()[0].facts == HERE
+    assert [one.is_cancelled for one in handle.given] == [False, False, True, False, True]
+
+
+def test_a_replica_that_leaves_is_asked_for_nothing(monkeypatch):
+    """Ray Serve does not let it be called: its stream goes on as long as it has answers."""
+    monkeypatch.setattr(front, "NEXT_SECONDS", 0.0)
+    with linked(monkeypatch, streams=[[]]) as (link, handle):
+        link.see(["a"])
+        wait_until(lambda: handle.given, LIMIT)
+        job = RemoteAnswer(Request([1]), link, [])
+        link.submit(job)
+        wait_until(lambda: job.replica == "a", LIMIT)
+        link.see([])
+        link.loop.call_soon_threadsafe(handle.given[0].messages.put_nowait, message(0, HERE))
+        wait_until(lambda: link.table.listed()[0].facts, LIMIT)
+        assert len(handle.asked) == 1 and not handle.given[0].is_cancelled
+        job.cancel()
+        wait_until(lambda: handle.given[0].is_cancelled, LIMIT)
 
 
 @pytest.mark.parametrize("numbers, n_lost", [([1, 2, 3], 0), ([1, 3], 1), ([1, 2, 1], 0), ([4, 5], 1)])

@@ -340,7 +340,7 @@ def test_what_comes_while_a_front_closes_does_not_wait_for_ever():
     (lambda link, id: None, 5, "no replica could be asked: the cluster does not answer"),
     (lambda link, id: link.placed(id, "a"), 3, "3 replicas were lost"),
     (lambda link, id: link.handle.n % 2 and link.placed(id, "a"), 5, "3 replicas were lost")])
-def test_only_tries_that_had_a_replica_count_as_lost_ones(monkeypatch, how, n, says):
+def test_only_tries_that_had_a_replica_count_as_lost_ones(monkeypatch, caplog, how, n, says):
     monkeypatch.setattr(front, "AGAIN_SECONDS", 0.01)
     monkeypatch.setattr(front, "MOST_FAILED", 5)
     calls = Calls(how)
@@ -349,6 +349,8 @@ def test_only_tries_that_had_a_replica_count_as_lost_ones(monkeypatch, how, n, s
     try:
         link.submit(job)
         assert job.wait(60) and says in str(job.error) and calls.n == n and not link.jobs
+        gave_up, = (record.getMessage() for record in caplog.records if record.getMessage().startswith("gave up"))
+        assert says in gave_up and str(job.tries[-1]) in gave_up and "the call failed (the cluster does" in gave_up
     finally:
         link.close()
 

@@ -4,16 +4,20 @@ happens when replicas die, hang, are added and are replaced.
     pip install -r requirements-ray.txt, and python -m pytest tests/test_replicas.py
 """
 
+import base64
 import contextlib
 import dataclasses
 import http.client
-import importlib.util
+import itertools
 import json
 import os
 import shutil
 import signal
+import subprocess
+import sys
 import threading
 import time
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -24,16 +28,20 @@ if importlib.util.find_spec("ray") is None:     # not importorskip, which would 
 import qengine
 from engine.gguf import GGUF
 from engine.images import Picture
+from engine.limits import DEFAULT_PICTURE
 from engine.pooling import TextsRequest
-from engine.replicas import actor, cluster, files, front
-from engine.replicas.jobs import RemoteAnswer
+from engine.replicas import cluster, files, front, store
 from engine.request import DeadlineExceeded, EngineStopped, ModelError, Request, RequestError, share_read
 from engine.served import Facts
+from kernels import block_sparse
 from tests.clients import CHAT, HI, app_of, send, serving, wait_until
 from tests.models import TINY
+from tests.replica_engines import FEW_PAGES, loaded_sparsely
 from tests.replicas import kill, nodes, pooling_model, replicated, until_up, wish_for
 from tests.scripted import ScriptedEngine, ScriptedPooling, shipped
+from tests.test_cli import start
 from tests.test_split import split
+from tests.tiny import ROOT
 
 LONG = " ".join(f"word{i}" for i in range(60))
 PACE = 0.02
@@ -42,8 +50,10 @@ LIMIT = 120                 # seconds that anything may take on a machine with m
 
 @pytest.fixture(scope="module")
 def two_nodes():
-    with nodes(16, 16) as found:            # not real ones: they only say who is placed where
-        yield found
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cluster, "HEALTH_SECONDS", (1, 30))       # so what has died is replaced sooner
+        with nodes(16, 16) as found:        # not real ones: they only say who is placed where
+            yield found
 
 
 @pytest.fixture(scope="module")
@@ -83,10 +93,13 @@ def alone(script=LONG):
 @pytest.fixture(scope="module")
 def real(two_nodes):
     """The small model of the tests on a replica, and here."""
-    here = qengine.load(TINY, card="emulated", ctx=512, slots=2, progress=False)
-    with replicated(("loaded", {"model": TINY, "ctx": 512, "slots": 2}), model=Facts.of(here)) as engine:
-        yield engine, here
-    here.close()
+    arguments = {"model": TINY, "ctx": 1400, "slots": 2, "sparse": "ask"}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(block_sparse, "RULE", FEW_PAGES)
+        here = loaded_sparsely(**arguments)
+        with replicated(("loaded_sparsely", arguments), model=Facts.of(here)) as engine:
+            yield engine, here
+        here.close()
 
 
 REQUESTS = [Request(list(range(20, 60)), max_tokens=12, ignore_eos=True, top_logprobs=3),
@@ -121,6 +134,20 @@ def test_what_is_cached_is_reported_and_used(real):
     replica, = engine.replicas
     from engine.prefix import marks_of
     assert engine.link.table.n_spared(replica.id, marks_of(ids)) == 192
+
+
+def test_a_sparse_prompt_is_read_as_sparsely_as_here(real):
+    ids = np.random.default_rng(0).integers(0, 250, 1200).tolist()
+    found = []
+    for sparse in True, False, True:
+        there, near = jobs = [one.submit(Request(ids, max_tokens=8, ignore_eos=True, sparse=sparse)) for one in real]
+        assert told(there) == told(near) != []
+        counts = [(job.is_sparse, job.keys_read, job.keys_seen, job.n_cached) for job in jobs]
+        assert counts[0] == counts[1]
+        found.append((share_read([there]), there.n_cached))
+    (share, n_cached), dense, (again, n_again) = found
+    assert 0.2 < share < 0.6 and n_cached == 0 and dense == (None, 0)
+    assert n_again >= 1024 and 0 < again < 1 and real[0].stats()["keys_seen"] == real[1].stats()["keys_seen"] > 0
 
 
 def test_a_grammar_that_is_none_is_refused_at_once(real):
@@ -237,6 +264,7 @@ def test_requests_are_spread(paced):
 
 
 def test_full_is_429(paced):
+    wait_until(lambda: running(paced) == 0, LIMIT)
     with serving(app_of(paced, max_requests=1)) as (port, _):
         job = threading.Thread(target=send, args=(port, "POST", CHAT, {"messages": [HI]}))
         job.start()
@@ -307,6 +335,35 @@ def test_a_replica_that_hangs_is_told_from_a_slow_one(paced, monkeypatch):
     wait_until(lambda: running(paced) == 0, LIMIT)
 
 
+FRONT = """if True:
+    import sys
+    from engine.replicas import cluster, front
+    from engine.request import Request
+    from engine.served import Facts
+    from tests.scripted import ScriptedEngine, shipped
+    cluster.join(sys.argv[1])
+    link, facts = cluster.link(cluster.Wish(sys.argv[2], None))
+    engine = front.engine_of(link, Facts.of(ScriptedEngine()), facts)
+    for _ in engine.submit(Request(shipped().tokenizer.encode("hi"))):
+        print("begun", flush=True)
+"""
+
+
+def test_answers_of_a_front_that_is_killed_end(two_nodes):
+    """Soon, and no others: alone they would take minutes."""
+    with replicated(("paced", {"script": LONG * 100, "pace": PACE})) as engine:
+        mine, = begun(engine, 1)
+        other = subprocess.Popen([sys.executable, "-c", FRONT, two_nodes[0].address, engine.link.application],
+                                 cwd=ROOT, stdout=subprocess.PIPE)
+        assert other.stdout.readline() == b"begun\n"
+        wait_until(lambda: running(engine) == 2, LIMIT)
+        other.kill()
+        other.communicate()
+        wait_until(lambda: running(engine) == 1, 60)
+        assert not mine.wait(0) and mine.n_lost == 0
+        mine.cancel()
+
+
 def test_an_engine_that_stops_is_replaced(two_nodes):
     with replicated(("failing", {"n": 1, "script": "Hello"})) as engine:
         first, = engine.replicas
@@ -356,19 +413,50 @@ def test_a_rolling_change_loses_nothing(two_nodes):
         for client in clients:
             client.start()
         assert cluster.keep(wish_for(("paced", {"script": LONG + " new", "pace": PACE}), 2, "rolling")) is True
-        wait_until(lambda: not before & {one.id for one in engine.replicas}, LIMIT)
-        until_up(engine, 2)
-        time.sleep(0.5)
-        over.set()
-        for client in clients:
-            client.join()
+        try:
+            wait_until(lambda: not before & {one.id for one in engine.replicas}, LIMIT)
+            until_up(engine, 2)
+            time.sleep(0.5)
+        finally:
+            over.set()
+            for client in clients:
+                client.join()
         assert set(answers) == {alone(), alone(LONG + " new")} and answers[-1] == alone(LONG + " new")
 
 
+@contextlib.contextmanager
+def idle_fronts(engine, n):
+    """Further fronts, which only listen, all of them to one replica."""
+    over = threading.Event()
+
+    def listen(key):
+        stream = itertools.count(1)
+        while not over.is_set():
+            with contextlib.suppress(Exception):        # that replica may be the one that goes
+                listens = engine.link.handle.options(stream=True).listen
+                for _ in listens.remote(engine.replicas[0].id, key, next(stream), True):
+                    n_heard[key] += 1
+
+    n_heard = Counter()
+    threads = [threading.Thread(target=listen, args=(f"idle {i}",)) for i in range(n)]
+    for thread in threads:
+        thread.start()
+    wait_until(lambda: len(n_heard) == n, LIMIT)
+    try:
+        yield
+    finally:
+        over.set()
+        for thread in threads:
+            thread.join()
+
+
 def test_replicas_come_and_go_with_the_load(two_nodes, monkeypatch):
+    """Fronts that only listen are none."""
     monkeypatch.setattr(cluster, "UP_SECONDS", 0.5)
     monkeypatch.setattr(cluster, "DOWN_SECONDS", 1)
-    with replicated(("paced", {"script": LONG * 4, "pace": PACE, "n_slots": 1}), n=1, most=2) as engine:
+    monkeypatch.setattr(cluster, "MEAN_SECONDS", 3)
+    with replicated(("paced", {"script": LONG * 4, "pace": PACE, "n_slots": 1}), n=1, most=2) as engine, \
+            idle_fronts(engine, 4):
         jobs = begun(engine, 4)
         wait_until(lambda: sum(one.state == "up" for one in engine.replicas) == 2, LIMIT)
         assert [text_of(job) for job in jobs] == [alone(LONG * 4)] * 4      # none was lost to one that goes
@@ -384,25 +472,10 @@ def test_what_cannot_be_started_is_a_sentence(two_nodes):
 
 
 def test_no_cluster_is_a_sentence():
-    import subprocess
-    import sys
     code = "from engine.replicas import cluster; from engine.request import RequestError\n" \
            "try: cluster.join('127.0.0.1:9')\nexcept RequestError as error: print(error)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.stdout.startswith("no cluster of Ray answers at 127.0.0.1:9") and done.stdout.count("\n") == 1
-
-
-def test_a_replica_tells_the_counts_of_a_sparse_prompt():
-    near = ScriptedEngine("Hello").submit(Request([20, 21], sparse=True))       # it has ended
-    near.keys_read, near.keys_seen = 30, 120
-    feed, there = actor.Feed(None, None), RemoteAnswer(near.request, None, [])
-    feed.jobs[1], feed.untold = (near, actor.news_of(near, feed.wake), threading.Event()), {1}
-    feed._gather()
-    (_, counts, told, end), = feed.events.values()
-    there.hear(counts, told)
-    there.end(*end[1:])
-    assert share_read([there]) == share_read([near]) == 0.25
-    assert there.n_generated == near.n_generated > 1 and there.finish_reason == near.finish_reason
 
 
 def test_fronts_on_two_nodes_wish_the_same():
@@ -415,23 +488,82 @@ def test_fronts_on_two_nodes_wish_the_same():
     assert wish("files of one node") != wish("files of one node", "another file")
 
 
+# ---- the command line --------------------------------------------------------------------------------------------
+
+
+def descendants(pid):
+    """The processes that a process has started, and those that they have, which still run."""
+    parents = {}
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(OSError), open(f"/proc/{name}/stat") as file:
+            state, parent = file.read().rpartition(")")[2].split()[:2]
+            if state != "Z":
+                parents[int(name)] = int(parent)
+    found = {pid}
+    while more := {one for one, parent in parents.items() if parent in found} - found:
+        found |= more
+    return found - {pid}
+
+
+def test_several_replicated_models_on_the_command_line():
+    """As a process with a cluster of its own: what each says, a picture too, and SIGTERM ends all of it."""
+    chat = [{"type": "image_url", "image_url": {"url": "data:image/png;base64," + base64.b64encode(
+        open(DEFAULT_PICTURE, "rb").read()).decode()}}, {"type": "text", "text": "How many circles are there?"}]
+    process = start("--ray", "local", "--serve", "0", ctx=1024,
+                    model=("-m", f"a={qengine.DEFAULT_MODEL},replicas=1", "-m", f"b={TINY},replicas=2"))
+    try:
+        line = next(line for line in process.stderr if line.startswith("serving a on "))
+        port = int(line.partition("127.0.0.1:")[2].partition("/")[0])
+        models = send(port, "GET", "/v1/models")[2]["data"]
+        assert [one["id"] for one in models] == ["a", "b"]
+        wait_until(lambda: len(states_at(port)) == 3 and {*states_at(port)} == {"up"}, LIMIT)
+        answers = {name: send(port, "POST", CHAT, {"model": name, "temperature": 0, "max_tokens": 8, "messages": [
+            {"role": "user", "content": chat if name == "a" else "hi"}]})[2] for name in "ab"}
+        assert {name: answer["model"] for name, answer in answers.items()} == {"a": "a", "b": "b"}
+        for name, source, content in ("a", qengine.DEFAULT_MODEL, [DEFAULT_PICTURE, chat[1]["text"]]), ("b", TINY, "hi"):
+            here = qengine.load(source, card="emulated", ctx=1024, progress=False)
+            said = here.chat([{"role": "user", "content": content}], max_tokens=8)
+            here.close()
+            assert answers[name]["choices"][0]["message"]["content"] == said != ""
+            assert name == "b" or said == "3"
+        started = descendants(process.pid)
+    finally:
+        process.terminate()
+        _, rest = process.communicate(timeout=LIMIT)
+    assert process.returncode == 0 and "Traceback" not in rest and len(started) > 3
+    wait_until(lambda: not started & descendants(1), LIMIT)
+
+
+def states_at(port):
+    health = send(port, "GET", "/health")[2]
+    return [one["state"] for model in [health, *health.get("side", ())] for one in model.get("replicas", ())]
+
+
 # ---- files ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("n_bytes", [1, (1 << 20) + 5])
-def test_a_file_is_fetched_in_pieces(two_nodes, tmp_path, monkeypatch, n_bytes):
-    monkeypatch.setattr(files, "PIECE", 1 << 18)
+@pytest.fixture
+def kept(tmp_path, monkeypatch):
+    """The store of a node, and notes of fingerprints, apart from this machine's own."""
+    monkeypatch.setattr(store, "NOTES", tmp_path / "fingerprints.json")
+    return store.Store(tmp_path / "store")
+
+
+@pytest.mark.parametrize("n_bytes", [1, 2 * store.PIECE + 5])
+def test_a_file_is_fetched_in_pieces(two_nodes, tmp_path, kept, n_bytes):
     path, data = tmp_path / "model.gguf", os.urandom(n_bytes)
     path.write_bytes(data)
-    offer, = files.offered([str(path)])
-    assert files.taken([offer], tmp_path / "store") == [str(path)]  # it is there
+    told = []
+    offer, = files.offered([str(path)], lambda *about: told.append(about))
+    assert [share for *_, share in told][-1] == 1 and {what for _, what, *_ in told} == {"reads"}
+    assert files.taken([offer], kept) == [str(path)]    # it is there
     elsewhere = dataclasses.replace(offer, path=str(tmp_path / "other" / "model.gguf"))
-    got, = files.taken([elsewhere], tmp_path / "store")
+    got, = files.taken([elsewhere], kept)
     assert got != str(path) and open(got, "rb").read() == data
-    assert files.taken([elsewhere], tmp_path / "store") == [got] and files.fetching([offer]) == {}
+    assert files.taken([elsewhere], kept) == [got] and files.under_way([offer]) == {}
 
 
-def test_a_model_in_parts_is_fetched_into_one_folder(two_nodes, tmp_path):
+def test_a_model_in_parts_is_fetched_into_one_folder(two_nodes, tmp_path, kept):
     """And the eyes, which lie elsewhere, into another one: their file may have the same name."""
     front, eyes, node = folders = [tmp_path / name for name in ("front", "eyes", "node")]
     for folder in folders:
@@ -442,17 +574,24 @@ def test_a_model_in_parts_is_fetched_into_one_folder(two_nodes, tmp_path):
     at = [node / path.name for path in paths] + [node / "eyes" / paths[0].name]
     offers = [dataclasses.replace(offer, path=str(path))
               for offer, path in zip(files.offered([*map(str, paths), str(eyes / paths[0].name)]), at, strict=True)]
-    *parts, look = files.taken(offers, tmp_path / "store")
+    *parts, look = files.taken(offers, kept)
     assert [open(part, "rb").read() for part in parts] == [open(path, "rb").read() for path in paths]
     assert [file.path for file in GGUF(parts[0]).files] == parts and open(look, "rb").read() == b"eyes"
-    assert files.taken(offers, tmp_path / "store") == [*parts, look]
+    assert files.taken(offers, kept) == [*parts, look]
 
 
-def test_another_file_of_the_same_name_is_not_taken(two_nodes, tmp_path):
+def test_another_file_of_the_same_name_and_size_is_not_taken(two_nodes, tmp_path, kept):
     path = tmp_path / "model.gguf"
-    path.write_bytes(bytes(1000))
+    path.write_bytes(bytes(1 << 20))
     offer, = files.offered([str(path)])
-    path.write_bytes(bytes(999) + b"1")
-    assert files.fingerprint(path) != offer.fingerprint
+    path.write_bytes(bytes(700_001) + b"1" + bytes((1 << 20) - 700_002))        # one byte is another
     with pytest.raises(ModelError, match="has changed while it was fetched"):
-        files.taken([offer], tmp_path / "store")
+        files.taken([offer], kept)
+    assert not [name for _, _, names in os.walk(kept.root) for name in names if name.startswith("model")]
+
+
+def test_a_node_without_the_fronts_node_reads_its_own_file(two_nodes, tmp_path, kept):
+    path = tmp_path / "model.gguf"
+    path.write_bytes(b"a model")
+    offer, = files.offered([str(path)])
+    assert files.taken([dataclasses.replace(offer, server="of a node that is gone")], kept) == [str(path)]

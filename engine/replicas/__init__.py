@@ -8,8 +8,8 @@ A front is the process with the HTTP server. For it, all replicas of a model tog
 what engine/text_engine.py and engine/pooling.py ask of one. Each answer is one call of Ray Serve, which lasts as long
 as the answer; so Ray Serve lets a replica finish before it goes. The tokens come by another way: each replica has one
 stream to each front, in which a message carries all that has happened to all answers since the message before. So the
-price of a message is shared by the answers that run together. A stream lasts for seconds; a replica whose front does
-not ask for the next one ends that front's answers.
+price of a message is shared by the answers that run together. A front asks for the next stream every few seconds; a
+replica that is not asked any more ends that front's answers.
 
     marks and loads     table.py    what a front knows of replicas, and which of them a request should go to
     words on the wire   wire.py     what crosses the network

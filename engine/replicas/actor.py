@@ -8,7 +8,6 @@ import asyncio
 import importlib
 import os
 import socket
-import time
 from dataclasses import dataclass, field
 
 import ray
@@ -21,8 +20,6 @@ from kernels.compile import CompileError
 
 from .feed import Feed
 from .wire import UNHEARD, error_told, fingerprint, unpacked
-
-LEASE = 5.0                 # seconds that a stream lasts; then its front asks for the next, if the front still lives
 
 
 @dataclass(frozen=True)
@@ -96,12 +93,12 @@ class Replica:
         return self.feeds[front]
 
     async def listen(self, replica: str, front: str, stream: int, knows: bool):
-        """Gives the messages of a front's feed for LEASE seconds. replica: the id of this one, for router.py. stream,
-        knows: see Feed.listen."""
-        feed, end = self.feed(front), time.monotonic() + LEASE
+        """Gives the messages of a front's feed until the front has another stream. replica: the id of this one, for
+        router.py. stream, knows: see Feed.listen."""
+        feed = self.feed(front)
         messages = feed.listen(stream, knows)
         try:
-            while messages and time.monotonic() < end and (message := await messages.get()):
+            while messages and (message := await messages.get()):
                 yield message
         finally:
             feed.leave(stream)
@@ -110,8 +107,11 @@ class Replica:
         """What scaling.py counts; Ray Serve asks this again and again."""
         return {"answers": sum(len(feed.jobs) for feed in self.feeds.values())}
 
-    def check_health(self):
-        """Ray Serve asks this again and again, and starts another replica where it raises or does not return."""
+    async def check_health(self):
+        """Ray Serve asks this again and again, and starts another replica where it raises or does not return. Fronts
+        that are gone are found meanwhile."""
+        for feed in self.feeds.values():
+            feed.look()
         if self.engine.reason is not None:
             raise RuntimeError(self.engine.reason)
 

@@ -5,9 +5,10 @@ so far, so a front sees where one is missing; facts come where the front has non
 every REPORT_SECONDS, marks when they have changed. A thread gathers the events: engines tell of them by an Event. First
 tokens and ends are sent at once; other tokens wait for GAP to pass since the last message.
 
-A front listens by one stream at a time. A stream lasts for seconds, and that its front asks for the next one is how a
-replica knows that the front lives: a feed that nobody has listened to for MOST_UNHEARD looks ends its answers. Looks
-are counted, not seconds: time in which the replica itself is suspended does not count against a front.
+A front listens by one stream at a time and asks for the next one every NEXT_SECONDS, which ends the one before. So a
+replica knows that the front lives: a feed for which no stream was asked over MOST_LOOKS looks is closed, and its answers
+end. Ray Serve's questions for the replica's health are these looks. They come every few seconds as long as the replica
+can be called; one that Ray Serve drains is asked no more, nor can it be called, and lets its streams go on.
 """
 
 import asyncio
@@ -20,7 +21,7 @@ from engine.request import Delta, Request
 
 from .wire import GAP, REPORT_SECONDS, WHOLE, counts_told, delta_told, error_told
 
-MOST_UNHEARD = 10           # looks, one every REPORT_SECONDS
+MOST_LOOKS = 3              # without a stream that was asked for
 
 
 class Feed:
@@ -30,7 +31,7 @@ class Feed:
     def __init__(self, engine, facts: dict, loop: asyncio.AbstractEventLoop):
         self.engine, self.facts, self.loop = engine, facts, loop
         self.messages = asyncio.Queue()         # for the stream that listens, or for the next one
-        self.stream, self.is_heard, self.n_unheard = 0, False, 0
+        self.stream, self.is_heard, self.n_looks = 0, False, 0
         self.jobs: dict[int, tuple] = {}        # id -> (job, how to take its news, Event of the loop: it is over)
         self.untold: set[int] = set()           # those of them of which no event was sent
         self.wake = threading.Event()
@@ -61,7 +62,7 @@ class Feed:
         while not before.empty():
             self.messages.put_nowait(before.get_nowait())
         before.put_nowait(None)
-        self.is_heard, self.n_unheard = True, 0
+        self.is_heard, self.n_looks = True, 0
         self.tells_facts = self.tells_facts or not knows
         self.wake.set()
         return self.messages
@@ -71,16 +72,16 @@ class Feed:
         if stream == self.stream:
             self.is_heard = False
 
-    def close(self):
-        """Ends all answers, which nobody wants any more."""
-        if self.is_heard:                       # a stream has come meanwhile
-            return
-        self.is_closed = True
-        self.messages.put_nowait(None)
-        for job, _, over in list(self.jobs.values()):
-            job.cancel()
-            over.set()
-        self.wake.set()
+    def look(self):
+        """Ends all answers where nobody wants them any more."""
+        self.n_looks += 1
+        if self.n_looks > MOST_LOOKS and not self.is_closed:
+            self.is_closed = True
+            self.messages.put_nowait(None)
+            for job, _, over in list(self.jobs.values()):
+                job.cancel()
+                over.set()
+            self.wake.set()
 
     def send(self, message: tuple, ended: list[asyncio.Event]):
         self.messages.put_nowait(message)
@@ -90,25 +91,19 @@ class Feed:
     # ---- in the feed's thread ---------------------------------------------------------------------------------
 
     def _run(self):
-        sent = looked = 0.0
+        sent = 0.0
         while not self.is_closed:
             self.wake.wait(REPORT_SECONDS)
             self.wake.clear()
             if not self.is_heard:               # what happens meanwhile stays in the jobs
-                if (now := time.monotonic()) >= looked + REPORT_SECONDS:
-                    looked, self.n_unheard = now, self.n_unheard + 1
-                if self.n_unheard <= MOST_UNHEARD:
-                    continue
-                work = (self.close,)
-            else:
+                continue
+            self._gather()
+            if not self.is_urgent and (left := sent + GAP - time.monotonic()) > 0:
+                time.sleep(left)                # what comes meanwhile shares the message
                 self._gather()
-                if not self.is_urgent and (left := sent + GAP - time.monotonic()) > 0:
-                    time.sleep(left)            # what comes meanwhile shares the message
-                    self._gather()
-                sent = time.monotonic()
-                work = (self.send, *self._message())
+            sent = time.monotonic()
             try:
-                self.loop.call_soon_threadsafe(*work)
+                self.loop.call_soon_threadsafe(self.send, *self._message())
             except RuntimeError:                # the loop is closed: the replica ends
                 return
 

@@ -27,10 +27,10 @@ from engine.sight import pictures_of
 from engine.text_engine import TextEngine, TextOnly
 from engine.tokenizer import encode_prompt
 
-from .jobs import MOST_FAILED, MOST_LOST, Differs, RemoteAnswer, RemoteJob, RemoteTexts
+from .jobs import MOST_FAILED, MOST_LOST, Differs, RemoteAnswer, RemoteJob, RemoteTexts, Try
 from .links import LINKS
-from .table import Layers, Table
-from .wire import UNHEARD, WHOLE, error_heard, fingerprint, packed
+from .table import Layers, Replica, Table
+from .wire import NEXT_SECONDS, UNHEARD, WHOLE, error_heard, fingerprint, packed
 
 LOOK_SECONDS = 0.5          # between two looks at replicas and deadlines
 MOST_LOOKS = 60             # without a message, after which a replica counts as hanging: 30 s, as Ray Serve has it
@@ -181,7 +181,7 @@ class Link:
         except Exception as error:              # Ray's, of many kinds: the replica died, or cannot be reached
             if self.jobs.get(id) is job and job.replica is not None:
                 self.table.silence(job.replica)         # until it reports again
-            self._lose(job, id, error)
+            self._lose(job, id, "the call failed", in_a_line(error))
         else:
             if refused == UNHEARD:
                 self._lose(job, id, refused[2])
@@ -194,30 +194,32 @@ class Link:
         """The engine of a job's replica has stopped. Ray Serve will replace it."""
         if self.jobs.get(id) is job:
             self.table.fail(job.replica, why)
-        self._lose(job, id, why)
+        self._lose(job, id, "its engine has stopped", in_a_line(why))
 
-    def _lose(self, job: RemoteJob, id: int, why):
-        """A try has failed, with its replica or before it had one."""
+    def _lose(self, job: RemoteJob, id: int, seen: str, why: str = ""):
+        """A try has failed, with its replica or before it had one. seen, why: of a Try."""
         if self.jobs.get(id) is not job:
             return
-        if job.replica is None:
-            job.n_failed += 1
-        else:
-            job.n_lost += 1
+        job.tries.append(Try(job.replica, seen, why))
         if job.is_over():
             self._settle(job, job.overdue())
         elif job.n_lost >= MOST_LOST:
-            self._settle(job, EngineStopped(f"{MOST_LOST} replicas were lost while they worked on this request"))
+            self._give_up(job, f"{MOST_LOST} replicas were lost while they worked on this request")
         elif job.n_failed >= MOST_FAILED:
-            self._settle(job, EngineStopped(f"no replica could be asked: {in_a_line(why)}"))
+            self._give_up(job, f"no replica could be asked: {why or seen}")
         else:
-            logger.info("lost replica=%s request=%d, which begins again elsewhere: %s", job.replica, id, in_a_line(why))
+            logger.info("lost request=%d %s; it begins again elsewhere", id, job.tries[-1])
             with self.lock:
                 del self.jobs[id]
                 self._leave(job)
                 job.begin_again()
                 self.jobs[job.id] = job
             job.over.set_result(LOST)
+
+    def _give_up(self, job: RemoteJob, sentence: str):
+        """Ends a job that was tried in vain, and writes down what was seen of its last tries."""
+        logger.warning("gave up request=%d: %s; %s", job.id, sentence, "; ".join(map(str, job.tries[-MOST_LOST:])))
+        self._settle(job, EngineStopped(sentence))
 
     def _settle(self, job: RemoteJob, error: Exception | None, close=None):
         """A job has ended. close: ends it, if not by close(error)."""
@@ -251,30 +253,38 @@ class Link:
                 task.cancel()
 
     async def _listen(self, id: str):
-        """One stream after the other, each for the seconds that the replica gives it: so the replica sees that this
-        front lives."""
-        calls = self.handle.options(stream=True).listen
-        while (one := self.table.replicas.get(id)) is not None:
-            stream = None
-            try:
-                stream = calls.remote(id, self.key, next(self.streams), bool(one.facts))
-                async for message in stream:
-                    self._hear(id, message)
-            except asyncio.CancelledError:
-                if stream is not None:
-                    stream.cancel()
-                raise
-            except Exception as error:          # Ray's, of many kinds
-                self.table.silence(id)
-                self._lose_all(id, error)
-                if one.is_leaving:
-                    return self._part(id)
-                await asyncio.sleep(AGAIN_SECONDS)
+        """Reads one stream of a replica after the other. The next one is asked for while this one goes on, as that
+        ends it; a replica that Ray Serve drains cannot be asked, and so this one goes on there."""
+        streams = []                            # what is read, and the next one
+        try:
+            while (one := self.table.replicas.get(id)) is not None:
+                asked = self._ask(one, streams) if not streams else asked
+                try:
+                    async for message in streams[0]:
+                        self._hear(id, message)
+                        if len(streams) == 1 and not one.is_leaving and time.monotonic() > asked + NEXT_SECONDS:
+                            asked = self._ask(one, streams)
+                    streams.pop(0)
+                except Exception as error:      # Ray's, of many kinds
+                    cancel_all(streams)
+                    self.table.silence(id)
+                    self._lose_all(id, "its stream broke", in_a_line(error))
+                    if one.is_leaving:
+                        return self._part(id)
+                    await asyncio.sleep(AGAIN_SECONDS)
+        finally:
+            cancel_all(streams)
 
-    def _lose_all(self, id: str, why):
+    def _ask(self, one: Replica, streams: list) -> float:
+        """Asks a replica for a further stream. Returns when."""
+        listen = self.handle.options(stream=True).listen
+        streams.append(listen.remote(one.id, self.key, next(self.streams), bool(one.facts)))
+        return time.monotonic()
+
+    def _lose_all(self, id: str, seen: str, why: str = ""):
         for job in list(self.jobs.values()):
             if job.replica == id:
-                self._lose(job, job.id, why)
+                self._lose(job, job.id, seen, why)
 
     def _hear(self, id: str, message: tuple):
         number, facts, stats, reason, marks, events = message
@@ -288,7 +298,7 @@ class Link:
                 self.table.exclude(id)
             self.on_facts(facts)
         if number != before + bool(events):
-            self._lose_all(id, "a message of the replica is missing")
+            self._lose_all(id, "a message of it is missing")
         for event in events:
             self._take(id, *event)
 
@@ -299,8 +309,8 @@ class Link:
         try:
             job.hear(counts, told)
         except Differs:
-            self._settle(job, EngineStopped("the replica that worked on this request was lost, and another one "
-                                            "computes other tokens: ask again"))
+            self._give_up(job, "the replica that worked on this request was lost, and another one computes other "
+                               "tokens: ask again")
             return
         job.begun.set()
         if end is None:
@@ -319,7 +329,7 @@ class Link:
                 self.looks[id] += 1
                 if self.looks[id] == MOST_LOOKS:
                     self.table.silence(id)
-                    self._lose_all(id, "the replica hangs")
+                    self._lose_all(id, "it hangs")
             if any(one.state == "up" for one in self.table.listed()):
                 self.alone_since = time.monotonic()
             is_alone = time.monotonic() - self.alone_since > NOBODY_SECONDS
@@ -327,7 +337,12 @@ class Link:
                 if job.is_over():
                     self._settle(job, job.overdue())
                 elif is_alone:
-                    self._settle(job, EngineStopped("no replica of the model is up"))
+                    self._give_up(job, "no replica of the model is up")
+
+
+def cancel_all(calls: list):
+    while calls:
+        calls.pop().cancel()
 
 
 def in_a_line(why) -> str:

@@ -10,6 +10,7 @@ import itertools
 import math
 import threading
 import time
+from typing import NamedTuple
 
 from engine.pooling import TextsJob, TextsRequest
 from engine.request import Answer, Delta, EngineStopped, Request
@@ -25,6 +26,18 @@ class Differs(Exception):
     """A replica has begun an answer anew and computed other tokens than the one before."""
 
 
+class Try(NamedTuple):
+    """A try that has failed. replica: the id of the one that was lost; None if none was chosen yet. seen: what was seen
+    of that. why: Ray's or the replica's words, if there are any."""
+
+    replica: str | None
+    seen: str
+    why: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.replica or 'no replica'}: {self.seen}" + f" ({self.why})" * bool(self.why)
+
+
 class RemoteJob:
     """What answers of all kinds have at a front. link: the Link of engine/replicas/front.py. marks: of the prompt, for
     the choice of a replica."""
@@ -32,9 +45,17 @@ class RemoteJob:
     def __init__(self, link, marks=()):
         self.id, self.link, self.marks = next(_ids), link, marks
         self.replica: str | None = None         # the id of the one that computes it, once that is known
-        self.n_lost = self.n_failed = 0         # tries that have lost their replica, and that had none yet
+        self.tries: list[Try] = []              # those that have failed
         self.begun = threading.Event()          # a replica has taken it, or it has ended
         self.over = None                        # of asyncio, set by the link: how this try has ended
+
+    @property
+    def n_lost(self) -> int:
+        return sum(each.replica is not None for each in self.tries)
+
+    @property
+    def n_failed(self) -> int:
+        return len(self.tries) - self.n_lost
 
     def begin_again(self):
         """The next try. It has another id, so that what may still come of the last one is not taken for it."""
