@@ -232,7 +232,7 @@ def parsed(arguments: list[str]):
 
 
 ENGINES = {"waiting": (waiting, {"pace": 0.1, "n_slots": 4}, 50),
-           "emulated": (loaded, {"ctx": 1024, "slots": 4}, 100)}       # its maker, arguments, tokens of an answer
+           "emulated": (loaded, {"ctx": 1024, "slots": 4}, 100)}   # the maker, its arguments, tokens of an answer
 
 
 def two_nodes(options) -> dict:

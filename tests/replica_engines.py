@@ -7,7 +7,7 @@ from tests.paced import PacedEngine
 from tests.scripted import ScriptedEngine, ScriptedPooling
 
 
-FEW_PAGES = block_sparse.Rule(dense=2, sinks=1, near=2, base=2, share=4, spare=6)     # for sparse prompts that are short
+FEW_PAGES = block_sparse.Rule(dense=2, sinks=1, near=2, base=2, share=4, spare=6)   # for short sparse prompts
 
 
 def scripted(**arguments):

@@ -3,7 +3,6 @@ cluster is started."""
 
 import asyncio
 import contextlib
-import time
 from types import SimpleNamespace
 
 import pytest
@@ -45,8 +44,8 @@ async def fed():
     try:
         yield one, job, over
     finally:
-        for _ in range(feed.MOST_LOOKS + 1):
-            one.look()
+        for _ in range(feed.MOST_CHECKS + 1):
+            one.check()
         assert job.cancelled and over.is_set()
         await asyncio.to_thread(one.thread.join, LIMIT)
 
@@ -146,10 +145,10 @@ def test_answers_of_a_front_that_asks_no_more_end(quick, leaves):
             await read(messages, 3)
             if leaves:
                 one.leave(1)
-            for _ in range(feed.MOST_LOOKS):
-                one.look()
+            for _ in range(feed.MOST_CHECKS):
+                one.check()
             assert not job.cancelled and not over.is_set()
-            one.look()
+            one.check()
             await asyncio.wait_for(over.wait(), LIMIT)
             assert job.cancelled and one.is_closed and one.listen(2, True) is None
             assert await asyncio.to_thread(job.wait, LIMIT) and job.n_generated < 1000
@@ -159,7 +158,7 @@ def test_answers_of_a_front_that_asks_no_more_end(quick, leaves):
 
 
 def test_a_front_that_has_never_listened_is_not_waited_for():
-    """`fed` looks for it, and asserts that its answer ends."""
+    """`fed` checks it, and asserts that its answer ends."""
     async def check():
         async with fed():
             pass
@@ -171,8 +170,8 @@ def test_a_front_that_asks_again_in_time_keeps_its_answers(quick):
         async with fed() as (one, job, over):
             for stream in range(1, 20):
                 one.listen(stream, True)
-                for _ in range(feed.MOST_LOOKS):
-                    one.look()
+                for _ in range(feed.MOST_CHECKS):
+                    one.check()
             assert not over.is_set() and not job.cancelled and not one.is_closed
     asyncio.run(check())
 
@@ -310,7 +309,8 @@ def test_an_answer_whose_replica_has_not_heard_of_the_front_begins_again(monkeyp
 
 
 def load(answers, queued=0.0, target=4, running=2):
-    return SimpleNamespace(aggregated_metrics={"answers": dict(enumerate(answers)), "other": {0: 1e9}} if answers else {},
+    told = {"answers": dict(enumerate(answers)), "other": {0: 1e9}} if answers else {}
+    return SimpleNamespace(aggregated_metrics=told,
                            total_queued_requests=queued, total_num_requests=1e9, running_replicas=range(running),
                            target_num_replicas=3, config=SimpleNamespace(get_target_ongoing_requests=lambda: target))
 

@@ -1,4 +1,4 @@
-"""Model files of a node: fingerprints see every byte and read a file once, and the store of fetched files is bounded."""
+"""Model files of a node: fingerprints see every byte and read a file once; the store of fetched files is bounded."""
 
 import fcntl
 import json

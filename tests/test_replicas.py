@@ -8,6 +8,7 @@ import base64
 import contextlib
 import dataclasses
 import http.client
+import importlib.util
 import itertools
 import json
 import os
@@ -520,8 +521,8 @@ def test_several_replicated_models_on_the_command_line():
         answers = {name: send(port, "POST", CHAT, {"model": name, "temperature": 0, "max_tokens": 8, "messages": [
             {"role": "user", "content": chat if name == "a" else "hi"}]})[2] for name in "ab"}
         assert {name: answer["model"] for name, answer in answers.items()} == {"a": "a", "b": "b"}
-        for name, source, content in ("a", qengine.DEFAULT_MODEL, [DEFAULT_PICTURE, chat[1]["text"]]), ("b", TINY, "hi"):
-            here = qengine.load(source, card="emulated", ctx=1024, progress=False)
+        for name, file, content in ("a", qengine.DEFAULT_MODEL, [DEFAULT_PICTURE, chat[1]["text"]]), ("b", TINY, "hi"):
+            here = qengine.load(file, card="emulated", ctx=1024, progress=False)
             said = here.chat([{"role": "user", "content": content}], max_tokens=8)
             here.close()
             assert answers[name]["choices"][0]["message"]["content"] == said != ""

@@ -111,7 +111,7 @@ class Replica:
         """Ray Serve asks this again and again, and starts another replica where it raises or does not return. Fronts
         that are gone are found meanwhile."""
         for feed in self.feeds.values():
-            feed.look()
+            feed.check()
         if self.engine.reason is not None:
             raise RuntimeError(self.engine.reason)
 

@@ -5,7 +5,6 @@ of what its replicas say of themselves; so a front that is started again finds t
 started with another model or other numbers has Ray Serve replace them one after the other.
 """
 
-import contextlib
 import copy
 import logging
 import re
@@ -133,7 +132,7 @@ def running(application: str) -> Wish | None:
 
 
 def handle_for(application: str) -> DeploymentHandle:
-    """What calls replicas. Who has it shuts it down; so it is a copy of the one that Ray Serve keeps for the process."""
+    """What calls replicas. Who has it shuts it down; so it is a copy of the one that Ray Serve keeps."""
     return copy.copy(serve.get_app_handle(application))
 
 

@@ -5,10 +5,10 @@ so far, so a front sees where one is missing; facts come where the front has non
 every REPORT_SECONDS, marks when they have changed. A thread gathers the events: engines tell of them by an Event. First
 tokens and ends are sent at once; other tokens wait for GAP to pass since the last message.
 
-A front listens by one stream at a time and asks for the next one every NEXT_SECONDS, which ends the one before. So a
-replica knows that the front lives: a feed for which no stream was asked over MOST_LOOKS looks is closed, and its answers
-end. Ray Serve's questions for the replica's health are these looks. They come every few seconds as long as the replica
-can be called; one that Ray Serve drains is asked no more, nor can it be called, and lets its streams go on.
+A front listens by one stream at a time and asks for the next one every NEXT_SECONDS, which ends the one before. So
+the replica sees that the front lives: a feed for which no stream was asked over MOST_CHECKS checks is closed, and its
+answers end. Ray Serve's questions for the replica's health are these checks. They come every few seconds as long as the
+replica can be called. A replica that Ray Serve drains is asked no more, nor can it be called, and its streams go on.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ from engine.request import Delta, Request
 
 from .wire import GAP, REPORT_SECONDS, WHOLE, counts_told, delta_told, error_told
 
-MOST_LOOKS = 3              # without a stream that was asked for
+MOST_CHECKS = 3             # without a stream that was asked for
 
 
 class Feed:
@@ -31,7 +31,7 @@ class Feed:
     def __init__(self, engine, facts: dict, loop: asyncio.AbstractEventLoop):
         self.engine, self.facts, self.loop = engine, facts, loop
         self.messages = asyncio.Queue()         # for the stream that listens, or for the next one
-        self.stream, self.is_heard, self.n_looks = 0, False, 0
+        self.stream, self.is_heard, self.n_checks = 0, False, 0
         self.jobs: dict[int, tuple] = {}        # id -> (job, how to take its news, Event of the loop: it is over)
         self.untold: set[int] = set()           # those of them of which no event was sent
         self.wake = threading.Event()
@@ -62,7 +62,7 @@ class Feed:
         while not before.empty():
             self.messages.put_nowait(before.get_nowait())
         before.put_nowait(None)
-        self.is_heard, self.n_looks = True, 0
+        self.is_heard, self.n_checks = True, 0
         self.tells_facts = self.tells_facts or not knows
         self.wake.set()
         return self.messages
@@ -72,10 +72,10 @@ class Feed:
         if stream == self.stream:
             self.is_heard = False
 
-    def look(self):
+    def check(self):
         """Ends all answers where nobody wants them any more."""
-        self.n_looks += 1
-        if self.n_looks > MOST_LOOKS and not self.is_closed:
+        self.n_checks += 1
+        if self.n_checks > MOST_CHECKS and not self.is_closed:
             self.is_closed = True
             self.messages.put_nowait(None)
             for job, _, over in list(self.jobs.values()):

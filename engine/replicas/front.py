@@ -255,11 +255,11 @@ class Link:
     async def _listen(self, id: str):
         """Reads one stream of a replica after the other. The next one is asked for while this one goes on, as that
         ends it; a replica that Ray Serve drains cannot be asked, and so this one goes on there."""
-        streams = []                            # what is read, and the next one
+        streams, asked = [], 0.0                # what is read, and the next one; when the last one was asked for
         try:
             while (one := self.table.replicas.get(id)) is not None:
-                asked = self._ask(one, streams) if not streams else asked
                 try:
+                    asked = asked if streams else self._ask(one, streams)
                     async for message in streams[0]:
                         self._hear(id, message)
                         if len(streams) == 1 and not one.is_leaving and time.monotonic() > asked + NEXT_SECONDS:
