@@ -17,7 +17,8 @@ from engine.request import ContextExceeded, DeadlineExceeded, Delta, EngineStopp
 REPORT_SECONDS = 1.0        # between two messages of a replica, at most
 GAP = 0.02                  # seconds between messages with nothing urgent: each costs both ends about a millisecond
 WHOLE = "ended"             # the end of an answer that did not fail
-COUNTS = "n_read", "n_cached", "keys_read", "keys_seen"     # of an Answer, as engine/request.py has them
+# Of an Answer, as engine/request.py has them.
+COUNTS = "n_read", "n_cached", "keys_read", "keys_seen", "waited", "first_after", "last_after"
 
 
 def packed(request: Request | TextsRequest) -> bytes:
@@ -28,7 +29,7 @@ def unpacked(data: bytes) -> Request | TextsRequest:
     return pickle.loads(data)
 
 
-def counts_told(job) -> tuple[int, ...]:
+def counts_told(job) -> tuple[float, ...]:
     """COUNTS of a job of any kind."""
     return tuple(getattr(job, name, 0) for name in COUNTS)
 
