@@ -20,12 +20,19 @@ function makeMeter() {
   return {node, update};
 }
 
-function draw({tokens, launches, pipes, megabytes, card, estimated_seconds: seconds}, {step, bar, legend, parts}) {
+function draw(counted, {step, bar, legend, parts}) {
+  bar.hidden = legend.hidden = !counted.tokens;
+  if (counted.tokens) drawCounted(counted, {step, bar, legend, parts});
+  else step.textContent = "No step of this answer was counted: it was over too soon.";
+}
+
+function drawCounted({tokens, launches, pipes, megabytes, card, estimated_seconds: seconds}, {step, bar, legend, parts}) {
   const shown = Object.entries(pipes).filter(([, n]) => n).sort((a, b) => b[1] - a[1]);
   const total = shown.reduce((sum, [, n]) => sum + n, 0), share = n => `${rounded(100 * n / total)} %`;
   step.textContent = `The last step counted, of ${count(tokens, "token")}: ${launches} launches, `
     + `${rounded(total / 1e6)} million instructions of warps, ${rounded(megabytes)} MB moved.`
-    + (seconds ? ` A ${card} would take ${rounded(1e6 * seconds)} µs, by estimate.` : "");
+    + (seconds ? ` A ${card} would take ${rounded(1e6 * seconds)} µs, by estimate.` : "")
+    + " Counting slows an answer down.";
   const colour = name => `oklch(.66 .11 ${HUES[name] ?? 0})`;
   for (const [name, n] of shown) {
     const part = parts[name] ??= bar.appendChild(el("div"));
@@ -46,18 +53,26 @@ function draw({tokens, launches, pipes, megabytes, card, estimated_seconds: seco
 async function watchPipes(own) {
   if (own.isCounting) return;
   own.isCounting = true;
-  while (settings.showsPipes && !$("show-pipes").hidden) {
-    const counted = await ask("pipes");
+  for (let isOver = false; !isOver && isCounting();) {
+    isOver = running !== own;
+    const counted = await ask("pipes") ?? (isOver && {tokens: 0});
     if (counted) {
       own.message.pipes = counted;
       turns.find(turn => turn.message === own.message)?.update();
       scrollDown();
-      if (running !== own) keep(own);
+      isOver = running !== own;
     }
-    if (running !== own) break;
-    await sleep(own.message.pipes ? 2 : .1);
+    if (!isOver) await sleep(own.message.pipes ? 2 : .1);
   }
+  if (running !== own) keep(own);
   own.isCounting = false;
+}
+
+const isCounting = () => Boolean(settings.showsPipes) && !$("show-pipes").hidden;
+
+/** Has the server compile what counts, before a short answer is over by then. */
+function expectPipes() {
+  if (isCounting() && !running) ask("pipes");
 }
 
 function showPipes() {
@@ -70,4 +85,5 @@ $("show-pipes").addEventListener("click", () => {
   set("showsPipes", !settings.showsPipes || undefined);
   showPipes();
   if (running) watchPipes(running);
+  expectPipes();
 });
