@@ -862,7 +862,9 @@ def _geometry(grid, block):
 
 
 def _three(extent):
-    extent = (extent,) if isinstance(extent, (int, np.integer)) else extent
+    extent = extent if isinstance(extent, (tuple, list)) else (extent,)
+    if not all(isinstance(n, (int, np.integer)) for n in extent):
+        raise LaunchError("blocks and threads are whole numbers, as n // 32 is and n / 32 is not")
     return *(int(n) for n in extent), *(1,) * (3 - len(extent))
 
 
