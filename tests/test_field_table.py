@@ -31,7 +31,8 @@ TEMPLATE = ChatTemplate("{{ messages[-1].content }}{{ documents }}")        # th
 THINKS = {"chat_template_kwargs": {"enable_thinking": True}}
 OPENAI_TOOLS = {"tools": [{"type": "function", "function": TOOL}]}
 SHOWN = {
-    **{name: 3 if kind is int else 0.5 for name, (kind, *_) in SAMPLING.items()}, "repetition_guard": False, "draft": 3, "sparse": False,
+    **{name: 3 if kind is int else 0.5 for name, (kind, *_) in SAMPLING.items()}, "repetition_guard": False, "draft": 3,
+    "sparse": False,
     "prompt": "Other", "echo": True, "n": 2, "stop": "there", "logit_bias": {"5": 1}, "stream": True,
     "ignore_eos": True, "stream_options": ({"include_usage": True}, {"stream": True}), "stop_token_ids": [7],
     "min_tokens": 3, "skip_special_tokens": False, "return_token_ids": True, "timeout": 5, "n_predict": 3,
