@@ -90,8 +90,8 @@ def count(card, launch, model):
 
 def microseconds(card, launch):
     """What one call of launch() takes on a card, without Python: see kernels/bench.py. On an emulated card all accesses
-    are checked before."""
-    timed()
+    are checked before, and it is said below the cell what its times are."""
+    timed(card)
     if card.kind == "emulated":
         checked(card, launch)
     return 1e6 * seconds_per_call(card, launch)
@@ -110,12 +110,14 @@ def tokens_per_second(engine, prompt, n=64):
 
 
 _since = None               # what `_used` said when a cell began to take times
+_is_emulated = False        # whether it has taken times of kernels on an emulated card
 
 
-def timed():
-    """For cells that take times. If other programs kept the processors busy meanwhile, this is said below the cell."""
-    global _since
+def timed(card=None):
+    """For cells that take times, on `card` those of kernels. What is to be known of them is said below the cell."""
+    global _since, _is_emulated
     _since = _used() if _since is None else _since
+    _is_emulated = _is_emulated or bool(card and card.kind == "emulated")
 
 
 def _used():
@@ -127,10 +129,14 @@ def _used():
 
 def _tell_disturbance(_):
     """Behind a cell that has taken times."""
-    global _since
+    global _since, _is_emulated
     if _since is not None:
         clock, everyone, own = _used() - _since
-        _since = None
+        if _is_emulated:
+            words = ("These are times of your processor, which executes the kernels one instruction after the other. "
+                     "They say nothing about a card: estimates and figures on record do.")
+            _box(GREY, words, words)
+        _since, _is_emulated = None, False
         disturbed_by((everyone - own) / clock)
 
 
@@ -161,10 +167,11 @@ def on_record(name, *columns):
 # ---- predictions -------------------------------------------------------------------------------------------
 
 class Prediction:
-    """What the reader expects of something: `guess` is a number or one of `choices`; None: nothing was entered."""
+    """What the reader expects of something: `guess` is a number or one of `choices`; None: nothing was entered, or
+    what was entered is refused."""
 
-    def __init__(self, what, guess, choices):
-        self.what, self.guess, self.choices = what, guess, choices
+    def __init__(self, what, guess, choices, is_refused):
+        self.what, self.guess, self.choices, self.is_refused = what, guess, choices, is_refused
 
 
 def predict(what, guess, *more):
@@ -174,7 +181,10 @@ def predict(what, guess, *more):
     choices = more[0] if len(more) == 1 and isinstance(more[0], (list, tuple)) else ()
     guess = guess if choices or not more else ", ".join(map(str, (guess, *more)))
     wanted = f"one of {', '.join(map(repr, choices))}" if choices else "a number"
-    fits = guess in choices if choices else isinstance(guess, Real) and not isinstance(guess, bool)
+    by_word = {str(choice).lower(): choice for choice in choices}
+    guess = by_word.get(str(guess).strip().lower(), guess) if choices else guess
+    fits = guess in choices if choices else (
+        isinstance(guess, Real) and not isinstance(guess, bool) and abs(guess) < 1e15)      # a NaN is not
     if guess is not None and not fits:
         asked = wanted if choices else f"{wanted} without commas, as 1234.5"
         _box(ORANGE, f"<b>{html.escape(what)}?</b> {html.escape(asked.capitalize())}, please; yours is "
@@ -183,23 +193,26 @@ def predict(what, guess, *more):
     if guess is None:
         _box(GREY, f"<b>{html.escape(what)}?</b> Your turn: put {html.escape(wanted)} in place of <code>None</code>, "
                    "run this cell, then go on.", f"{what}? Put {wanted} in place of None.")
-    return Prediction(what, guess if fits else None, choices)
+    return Prediction(what, guess if fits else None, choices, guess is not None and not fits)
 
 
 def reveal(prediction, found, unit=""):
     """Shows a prediction beside what was found: a number, or one of the choices."""
-    answer, colour, words = f"{_show(found)} {unit}".strip(), GREY, "You have made no prediction."
+    answer, colour = f"{_show(found)} {unit}".strip(), GREY
+    words = "Your prediction was refused." if prediction.is_refused else "You have made no prediction."
     if prediction.guess is not None:
-        colour, verdict = judge(prediction.guess, found)
+        colour, verdict = judge(prediction.guess, found, bool(prediction.choices))
         words = f"You said {_show(prediction.guess)}. {verdict}"
     _box(colour, f"<b>{html.escape(prediction.what)}: {html.escape(answer)}.</b> {html.escape(words)}",
          f"{prediction.what}: {answer}. {words}")
 
 
-def judge(said, found):
-    """(colour, kind words) for a prediction beside what was found."""
+def judge(said, found, is_choice=False):
+    """(colour, kind words) for a prediction beside what was found. is_choice: it was one of several."""
     if isinstance(found, str):
         return (GREEN, "Right.") if said == found else (ORANGE, "It went the other way. The text below says why.")
+    if is_choice:
+        return (GREEN, "Right.") if said == found else (ORANGE, "It is another one. The text below says why.")
     if said == found or found and abs(said / found - 1) <= 0.03:
         return GREEN, "Right."
     if not found or said / found <= 0:
@@ -244,6 +257,7 @@ def compare(versions, model):
     rows.append(["different sectors, MB", *(f"{SECTOR * c.distinct_sectors / 1e6:.2f}" for c in counts)])
     estimates = [counted.estimate(model) for counted in versions.values()]
     rows.append(["ESTIMATED µs", *(f"{1e6 * e.seconds:.1f}" for e in estimates)])
+    rows.append(["of these, the launch", *[f"{1e6 * model.launch_seconds:.1f}"] * len(estimates)])
     rows.append(["limited by", *(e.limiting for e in estimates)])
     table([f"warp instructions; {model.name}", *versions], *rows)
 
@@ -404,7 +418,10 @@ def refuses(check, wrong):
 # ---- errors in few words -----------------------------------------------------------------------------------
 
 def brief(error):
-    """What is wrong with a kernel, in a few lines: the line and the thread, or what the compiler did not understand."""
+    """What is wrong with a kernel, in a few lines: the line and the thread, or what the compiler did not understand. Or
+    which name a cell does not know."""
+    if isinstance(error, NameError):
+        return f"{error}: was the cell run that defines it, a prediction maybe?"
     if not isinstance(error, CompileError):
         return re.sub(r"\(\d+\.py, line", "(line", str(error))          # the file of a cell: a number that says nothing
     cause = error.__cause__
@@ -451,5 +468,5 @@ def _show_briefly(shell, kind, error, trace, tb_offset=None):
 
 
 if get_ipython():
-    get_ipython().set_custom_exc((CompileError, LaunchError, AssertionError), _show_briefly)
+    get_ipython().set_custom_exc((CompileError, LaunchError, AssertionError, NameError), _show_briefly)
     get_ipython().events.register("post_run_cell", _tell_disturbance)

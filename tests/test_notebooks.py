@@ -252,17 +252,27 @@ def test_predictions_are_judged_kindly(lab, said, found, verdict):
     assert lab.judge(said, found)[1].startswith(verdict)
 
 
+def test_a_choice_is_right_or_wrong(lab):
+    """However near its number is."""
+    assert lab.judge(8, 8, is_choice=True)[1] == "Right."
+    assert lab.judge(10, 8, is_choice=True)[1].startswith("It is another one.")
+
+
 def test_predictions_that_are_none(lab, monkeypatch):
     """They are not taken, and the reader is asked again."""
     shown = []
     monkeypatch.setattr(lab, "display", lambda data, raw: shown.append(data["text/plain"]))
-    for guess, *more in (("many",), (True,), ("no", ["yes", "maybe"]), (3, 9), (71, 303, 168), (None, 5)):
-        assert lab.predict("how many", guess, *more).guess is None
-    assert all("please; yours is" in words for words in shown) and len(shown) == 6
+    for guess, *more in (("many",), (True,), ("no", ["yes", "maybe"]), (3, 9), (71, 303, 168), (None, 5),
+                         (float("nan"),), (1e30,), (10**400,)):
+        prediction = lab.predict("how many", guess, *more)
+        assert prediction.guess is None and prediction.is_refused
+    assert all("please; yours is" in words for words in shown) and len(shown) == 9
     assert shown[4] == "how many? A number without commas, as 1234.5, please; yours is 71, 303, 168."
-    for guess, *more in ((3,), (np.float32(0.5),), (np.int64(4),), ("maybe", ["yes", "maybe"])):
+    for guess, *more in ((3,), (np.float32(0.5),), (np.int64(4),), ("maybe", ["yes", "maybe"]), (8, [16, 8])):
         assert lab.predict("how many", guess, *more).guess == guess
-    assert len(shown) == 6
+    assert lab.predict("which", " Maybe", ["yes", "maybe"]).guess == "maybe" and len(shown) == 9
+    lab.reveal(prediction, 5)
+    assert shown[-1] == "how many: 5. Your prediction was refused."
 
 
 @cuda.jit
@@ -361,6 +371,8 @@ WRONG_KERNELS = {
     "syncwarp": ("06_delta_rule", "cell-7", "cuda.syncwarp()\n        said", "said",
                  "gdn_token (line ", "a race with thread"),
     "name": ("03_gemv", "cell-9", "half_to_float(", "half_to_flaot(", "line 11, cannot be compiled", "half_to_flaot"),
+    "skipped": ("04_gemm", "cell-7", "lab.reveal(mb_1,", "lab.reveal(mb_0,",
+                "NameError: name 'mb_0' is not defined", "was the cell run that defines it"),
     "number": ("04_gemm", "cell-7", "(n // 32, rows // 8), (32, 8)", "(n // 32, rows // 8), (32, 4)",
                "1 naive: 139,264 of 278,528 results are wrong; [4, 0] is nan, not ", "put the old one back"),
 }
@@ -423,7 +435,8 @@ def test_what_other_programs_use_is_counted(lab):
 
 @notebooks
 def test_cells_that_take_times_say_what_disturbed_them(path):
-    """With lab.timed, which lab.microseconds and lab.tokens_per_second call, or a function that another cell defines."""
+    """With lab.timed, which lab.microseconds and lab.tokens_per_second call, or a function that another cell
+    defines."""
     cells = code_cells(read(path))
     takes = re.compile(r"perf_counter\(|token_times|probe\.(saved_or_)?measure")
     own = [name for cell in cells if "lab.timed()" in cell.source

@@ -7,26 +7,23 @@ const HUES = {dp4a: 190, dp2a: 205, imad: 220, fp32: 35, ffma: 15, half2: 330, h
 /** The meter of one answer. `update(counted)` shows what /pipes said while the answer was written. */
 function makeMeter() {
   const step = el("p"), bar = el("div", {class: "bar", role: "img"}), legend = el("ul", {class: "legend"});
-  const node = el("section", {class: "pipes", "aria-label": "Pipes of the card"}, bar,
-    el("details", null, el("summary", null, step), legend));
+  const details = el("details", null, el("summary", null, step), legend);
+  const missed = el("p", null, "No step of this answer was counted: it was over too soon.");
+  const node = el("section", {class: "pipes", "aria-label": "Pipes of the card"}, bar, details, missed);
   const parts = {};
   let shown = null;
   function update(counted) {
     node.hidden = !(counted && settings.showsPipes);
     if (node.hidden || counted === shown) return;
     shown = counted;
-    draw(counted, {step, bar, legend, parts});
+    missed.hidden = Boolean(counted.tokens);
+    bar.hidden = details.hidden = !missed.hidden;
+    if (missed.hidden) draw(counted, {step, bar, legend, parts});
   }
   return {node, update};
 }
 
-function draw(counted, {step, bar, legend, parts}) {
-  bar.hidden = legend.hidden = !counted.tokens;
-  if (counted.tokens) drawCounted(counted, {step, bar, legend, parts});
-  else step.textContent = "No step of this answer was counted: it was over too soon.";
-}
-
-function drawCounted({tokens, launches, pipes, megabytes, card, estimated_seconds: seconds}, {step, bar, legend, parts}) {
+function draw({tokens, launches, pipes, megabytes, card, estimated_seconds: seconds}, {step, bar, legend, parts}) {
   const shown = Object.entries(pipes).filter(([, n]) => n).sort((a, b) => b[1] - a[1]);
   const total = shown.reduce((sum, [, n]) => sum + n, 0), share = n => `${rounded(100 * n / total)} %`;
   step.textContent = `The last step counted, of ${count(tokens, "token")}: ${launches} launches, `
