@@ -39,7 +39,7 @@ N_TASKS = {"03_gemv": 6, "04_gemm": 8, "05_attention": 4, "06_delta_rule": 4, "0
 SECONDS = 600                           # for one cell: the first use of a kernel compiles it
 PICTURE_BYTES = 120_000                 # of a lesson
 WORDS, LINES = 140, 12                  # that are read in a minute
-PREDICTION, TASK, LINE_OF_SOLUTION = 1.5, 8, 0.5        # minutes
+PREDICTION, TASK, LINE_OF_SOLUTION = 3, 8, 0.5        # minutes
 
 notebooks = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 lessons = pytest.mark.parametrize("path", LESSONS, ids=lambda path: path.stem)
