@@ -62,8 +62,8 @@ LANES, STATE, ARRAYS, VALUES, PHASES, SHADOWS, GROUPS = range(7)
 WRITER, READER, OTHER_READER, TIME_OF_WRITE, ATOMIC_WRITE, SHADOW = 0, 4, 8, 12, 13, 14
 ON_ITS_WAY = -1
 MISALIGNED, OUTSIDE, RACE, DIVERGENT, ENDLESS = 1, 2, 3, 4, 5
-# What goes beyond is taken for a loop that never ends: accesses and rounds of loops of a warp between two barriers, some
-# ten seconds of checks, and barriers of a block.
+# What goes beyond is taken for a loop that never ends: accesses and rounds of loops of a warp between two barriers,
+# some ten seconds of checks, and barriers of a block.
 MOST_ACCESSES, MOST_BARRIERS = 1 << 26, 1 << 17
 # Kinds beside those of watching.py. BARRIER: the mask is the missing lanes. WAIT: for all groups of copies but as many
 # as the size says. ROUND: of a loop.
