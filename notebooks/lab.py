@@ -254,7 +254,7 @@ def compare(versions, model):
             for name in PIPES if any(getattr(c, name) for c in counts) and name != "move"]
     rows.append(["all instructions", *(sum(getattr(c, name) for name in PIPES if name != "move") for c in counts)])
     rows.append(["sectors read, MB", *(f"{SECTOR * c.read_sectors / 1e6:.2f}" for c in counts)])
-    rows.append(["different ones, and written, MB", *(f"{SECTOR * c.distinct_sectors / 1e6:.2f}" for c in counts)])
+    rows.append(["different ones, read or written, MB", *(f"{SECTOR * c.distinct_sectors / 1e6:.2f}" for c in counts)])
     estimates = [counted.estimate(model) for counted in versions.values()]
     rows.append(["ESTIMATED µs", *(f"{1e6 * e.seconds:.1f}" for e in estimates)])
     rows.append(["of these, the launch", *[f"{1e6 * model.launch_seconds:.1f}"] * len(estimates)])
