@@ -137,7 +137,8 @@ def _tell_disturbance(_):
                      "They say nothing about a card: estimates and figures on record do.")
             _box(GREY, words, words)
         _since, _is_emulated = None, False
-        disturbed_by((everyone - own) / clock)
+        if clock > 0.2:         # processors are counted in hundredths of a second
+            disturbed_by((everyone - own) / clock)
 
 
 def disturbed_by(n):
