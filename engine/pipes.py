@@ -75,18 +75,20 @@ class PipeMeter:
 
     def _get_ready_for_one(self):
         with contextlib.suppress(RequestError):             # where no slot is free, what runs is compiled for instead
-            with self.scheduler.borrow_slot(1) as sequence:
-                sequence.generation.drafts.n_next = 0
-                shape = self._next_shape([sequence])
+            with self.scheduler.borrow_slot(1) as sequence, self._without_drafts():
+                shape = self.scheduler.shape([sequence], 0)
             self._get_ready(shape)
 
-    def _next_shape(self, batch: list):
-        """The shape of the next step of these answers. That step may still spend on drafts what it could."""
+    @contextlib.contextmanager
+    def _without_drafts(self):
+        """While the `with` body runs, no further drafts are checked, so that most steps have one shape. What an answer
+        says does not depend on that."""
         pace = self.scheduler.pace
-        balance = pace.balance
-        shape = self.scheduler.shape(batch, 0)
-        pace.balance = balance
-        return shape
+        balance, pace.balance = pace.balance, -math.inf
+        try:
+            yield
+        finally:
+            pace.balance = balance
 
     def _get_ready(self, shape):
         """Compiles what counts steps of this shape."""
@@ -110,11 +112,11 @@ class PipeMeter:
         """What the next step does that has a shape for which all is compiled. If there is none among the next LOOKS
         steps, the last one's is compiled, and nothing counted."""
         for _ in range(LOOKS):
-            with self.scheduler.between_steps(), self._as_model():
+            with self.scheduler.between_steps(), self._as_model(), self._without_drafts():
                 batch = self.scheduler.answering(0)
                 if not batch:
                     return None
-                shape = self._next_shape(batch)
+                shape = self.scheduler.shape(batch, 0)
                 if shape in self.ready:
                     with self.stage.card.counting() as log:
                         self.scheduler.decode(0)

@@ -640,12 +640,16 @@ def test_what_counts_is_compiled_before_the_first_answer(monkeypatch):
     assert compiled == []
 
 
-def test_looking_for_a_step_to_count_spends_nothing_on_drafts():
+def test_a_step_that_is_counted_checks_no_drafts():
+    """So what counts it is compiled. Later steps may spend on drafts what they could."""
     engine = tiny_engine()
-    meter, pace = PipeMeter(engine.pipeline, engine.scheduler), engine.scheduler.pace
-    with engine.scheduler.borrow_slot(1) as sequence:
-        before = pace.balance
-        assert meter._next_shape([sequence]).width > 1 and pace.balance == before
+    meter, scheduler = PipeMeter(engine.pipeline, engine.scheduler), engine.scheduler
+    with scheduler.borrow_slot(1) as sequence:
+        before = scheduler.pace.balance
+        with meter._without_drafts():
+            assert scheduler.shape([sequence], 0).width == 1
+        assert scheduler.pace.balance == before
+        assert scheduler.shape([sequence], 0).width > 1
 
 
 def test_experts_only_where_they_are_counted():
