@@ -1908,6 +1908,7 @@ class Scheduler(Rounds):
         """Make the slot ready. The prompt goes on after its longest beginning that has a checkpoint. Its last token is
         always computed, for its logits."""
         generation, tokens, known = sequence.generation, sequence.tokens, 0
+        generation.begin()
         if sequence.uses_cache:
             sequence.node, known = self.cache.find(tokens[:-1], sequence.node)
         sequence.pages = self.cache.enter(sequence.node)

@@ -125,6 +125,9 @@ class TextAnswer(Answer):
             usage |= {"completion_tokens": 0, "total_tokens": usage["prompt_tokens"]}
         return usage
 
+    def timings(self, generations) -> dict:
+        return {} if self.choices[0].is_silent else super().timings(generations)
+
 
 class TextChoice:
     """One continuation of a text as it is written.

@@ -58,7 +58,7 @@ VARIABLES = "further variables of the chat template, such as enable_thinking, re
 ANY_NAME = "any name is taken but that of a served model of another kind; several of one kind are told apart by it"
 PICTURES = "the server decides how pictures are read (--image-tokens)"
 ORDER = "requests take turns, a text each"
-MEASURED = "/metrics, /slots and the log say how fast requests run"
+MEASURED = "the end of an answer has 'timings'; /metrics, /slots and the log say how fast requests run"
 
 # Whose the numbers of SAMPLING are; all others are vLLM's and llama.cpp's.
 SAMPLER = {"max_tokens": "OpenAI", "temperature": "OpenAI", "top_p": "OpenAI", "seed": "OpenAI",
@@ -105,8 +105,8 @@ OPENAI_RESPONSES = [
     *without_effect("OpenAI", (RESPONSES,), ANY_NAME, "model"),
     *(Field(name, "OpenAI" if name in ("temperature", "top_p") else "qengine", (RESPONSES,), OBEYED,
             SAMPLING[name][3] + OFF.get(name, "")) for name in SAMPLING if name != "max_tokens"),
-    *obeyed("OpenAI", (RESPONSES,), input="a text, or items: messages with texts and images, thoughts, calls of functions "
-            "and their outputs",
+    *obeyed("OpenAI", (RESPONSES,),
+            input="a text, or items: messages with texts and images, thoughts, calls of functions and their outputs",
             instructions="what stands in front of the input; it holds for one response",
             previous_response_id="the conversation goes on with this response, if it is kept",
             store="whether the response is kept, true by default", stream="the response comes as events",

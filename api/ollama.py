@@ -343,12 +343,13 @@ class Answer:
         return {"model": self.model, "created_at": now(), **self.said(text, thought, calls), **logged, **end}
 
     def _end(self, generation, reason: str) -> dict:
-        """Why the answer ended, and what it took: tokens and nanoseconds. As in Ollama, prompt_eval_count has all tokens
-        of the prompt, and prompt_eval_duration is the time of those that were not cached."""
-        first, last = generation.token_times[0], generation.token_times[-1]
-        times = {"total_duration": (self.begun, time.perf_counter()), "load_duration": (self.begun, generation.started),
-                 "prompt_eval_duration": (generation.started, first), "eval_duration": (first, last)}
-        spent = {name: round((end - start) * 1e9) for name, (start, end) in times.items()}
+        """Why the answer ended, and what it took: tokens and nanoseconds. As in Ollama, prompt_eval_count has all
+        tokens of the prompt, and prompt_eval_duration is the time of those that were not cached."""
+        timings = generation.timings()
+        times = {"total_duration": time.perf_counter() - self.begun,
+                 "load_duration": generation.started - self.begun + timings.waiting,
+                 "prompt_eval_duration": timings.prompt, "eval_duration": timings.answer}
+        spent = {name: round(seconds * 1e9) for name, seconds in times.items()}
         counts = {"prompt_eval_count": generation.n_prompt, "prompt_eval_cached_count": generation.n_cached,
                   "eval_count": generation.n_generated}
         end = {"done": True, "done_reason": reason} | cause_of(generation)

@@ -374,6 +374,22 @@ def end_of(choice, delta: Delta) -> dict:
     return {"finish_reason": choice.finish_reason(delta.finish_reason)} | cause_of(delta)
 
 
+def timings_of(generation) -> dict:
+    """What an answer took, with llama.cpp's names, and `wait_ms` before the prompt was begun. cache_n tokens of it were
+    cached; its times are those of the others. The prompt gives the first token, so what is said per predicted token
+    is said of those behind it, and is null where there are none."""
+    timings, drafts = generation.timings(), generation.drafts
+    n_computed = generation.n_prompt - generation.n_cached
+    said = {"cache_n": generation.n_cached, "prompt_n": n_computed, "prompt_ms": 1e3 * timings.prompt,
+            "prompt_per_token_ms": 1e3 / timings.prompt_speed, "prompt_per_second": timings.prompt_speed,
+            "predicted_n": generation.n_generated, "predicted_ms": 1e3 * timings.answer,
+            "predicted_per_token_ms": timings.answer_speed and 1e3 / timings.answer_speed,
+            "predicted_per_second": timings.answer_speed, "wait_ms": 1e3 * timings.waiting}
+    counts = {"draft_n": sum(drafts.n_checked), "draft_n_accepted": sum(drafts.n_accepted)}
+    rounded = {name: round(value, 3) if isinstance(value, float) else value for name, value in said.items()}
+    return rounded | (counts if counts["draft_n"] else {})
+
+
 class Answer:
     """The answer to one HTTP request, whole or as a stream of server-sent events.
 
@@ -390,7 +406,8 @@ class Answer:
     def whole(self, generations) -> dict:
         choices = [self._choice(i, choice, generation)
                    for i, (choice, generation) in enumerate(zip(self.choices, generations))]
-        return self.head | {"object": self.names["whole"], "choices": choices, "usage": self.usage(generations)}
+        return self.head | {"object": self.names["whole"], "choices": choices, "usage": self.usage(generations),
+                            **self.timings(generations)}
 
     def _choice(self, index, choice, generation) -> dict:
         ids, logprobs = [], None
@@ -411,15 +428,15 @@ class Answer:
                 for piece in choice.opening:
                     yield self._chunk(i, piece)
             for said in together(generations, is_stream=True):
-                yield from self._pieces(*said) if said else ()
+                yield from self._pieces(*said, generations) if said else ()
                 yield ""
             if self.with_usage:
-                yield self._event(choices=[], usage=self.usage(generations))
+                yield self._event(choices=[], usage=self.usage(generations), **self.timings(generations))
             yield "data: [DONE]\n\n"
         except Exception as error:      # the status is out already: clients raise from this event instead
             yield sse(error_body(explain(error)))
 
-    def _pieces(self, index: int, delta: Delta):
+    def _pieces(self, index: int, delta: Delta, generations):
         """The chunks that a token of one answer adds to the stream."""
         choice = self.choices[index]
         pieces = choice.push(delta)
@@ -428,16 +445,22 @@ class Answer:
             pieces.append(choice.closing)
         for piece in pieces:
             is_last = delta.finish_reason and piece is pieces[-1]
-            yield self._chunk(index, piece | (end_of(choice, delta) if is_last else {}), ids, logprobs)
+            timings = self.timings(generations) if is_last and not self.with_usage else {}
+            yield self._chunk(index, piece | (end_of(choice, delta) if is_last else {}), ids, logprobs, **timings)
             logprobs, ids = None, []    # only the first piece of a token carries its id and log-probabilities
 
-    def _chunk(self, index, piece, ids=(), logprobs=None) -> str:
+    def _chunk(self, index, piece, ids=(), logprobs=None, **timings) -> str:
         choice = {"index": index, **({"token_ids": list(ids)} if self.with_ids else {}), "logprobs": logprobs,
                   "finish_reason": None, **piece}
-        return self._event(choices=[choice], **({"usage": None} if self.with_usage else {}))
+        return self._event(choices=[choice], **({"usage": None} if self.with_usage else {}), **timings)
 
     def _event(self, **data) -> str:
         return sse(self.head | {"object": self.names["chunk"]} | data)
+
+    def timings(self, generations) -> dict:
+        """`timings` as llama.cpp has them, in the last chunk of a stream. Answers that are made together share the
+        time of the card, so there are none where a request has several."""
+        return {"timings": timings_of(generations[0])} if len(generations) == 1 else {}
 
     def usage(self, generations) -> dict:
         """Tokens: of each prompt once, however many answers it has. Drafts count as predictions."""

@@ -11,7 +11,8 @@ In results.md a comment above a table gives it a name, and says on what and when
 Readers do not see the comments, and tests/test_figures.py compares every quote with its source:
 
 - in a sentence or a cell: `58.5<!-- = ladder-h100 | 3 registers | TOPS -->`. Of a cell with several numbers the n-th is
-  meant by a fourth part, `| 2`. Inside a table the bars are written `\\|`, or they would end the cell. The quote may have fewer digits than the source: 59 or 58.5 for 58.49.
+  meant by a fourth part, `| 2`. Inside a table the bars are written `\\|`, or they would end the cell. The quote may
+  have fewer digits than the source: 59 or 58.5 for 58.49.
 - a table, whole or a part of its rows and columns, under the comment `<!-- figures: ladder-h100 -->`.
 """
 
@@ -47,7 +48,8 @@ def numbers(cell):
 
 
 def figure(name, row, column, n=1):
-    """The n-th number of a cell of a table of results.md. LookupError: there is no such table, row, column or number."""
+    """The n-th number of a cell of a table of results.md. LookupError: there is no such table, row, column or
+    number."""
     _, table = record(name)
     try:
         return float(numbers(table[row][column])[n - 1].replace(",", ""))

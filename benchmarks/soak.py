@@ -45,7 +45,7 @@ CONTEXT = 2048
 CHECKPOINT_MEMORY = 32 << 20    # bytes, on the card and in the host's memory each
 LEAVING = 1 / 3             # of all turns the client hangs up on, unless the answer is there before
 END = "<|im_end|>"          # the token that ends an answer, and is not listed with those of its text
-MARGIN = 0.25               # nats; states of decoded tokens move logits by about 2 % of their spread (tests/test_cache.py)
+MARGIN = 0.25               # nats; decoded states move logits by about 2 % of their spread (tests/test_cache.py)
 GROWTH = 0.05               # of the memory, or LEAST_GROWTH where that is more
 # Bytes. The C library keeps what a thread has freed for that thread, and the server has four for each client: until
 # all have enough, 1 KB of each request stays; with glibc.malloc.tcache_count=0 in GLIBC_TUNABLES nothing did.

@@ -45,12 +45,12 @@ def print_answer(engine, request: Request, opening: str = "content") -> tuple[st
 def speeds_of(generation) -> str:
     """Tokens and speeds of an answer that has at least one token. The prompt gives the first token, so the answer's
     speed is that of the other tokens; and the prompt's speed is that of the tokens that were not cached."""
-    n_computed, times = generation.n_prompt - generation.n_cached, generation.token_times
+    timings = generation.timings()
     cached = f" ({generation.n_cached} cached)" if generation.n_cached else ""
-    said = [f"prompt {generation.n_prompt} tokens{cached}, {n_computed / (times[0] - generation.started):.1f} tokens/s",
-            f"answer {len(times)} tokens"]
-    if len(times) > 1:
-        said[1] += f", {(len(times) - 1) / (times[-1] - times[0]):.1f} tokens/s"
+    said = [f"prompt {generation.n_prompt} tokens{cached}, {timings.prompt_speed:.1f} tokens/s",
+            f"answer {generation.n_generated} tokens"]
+    if timings.answer_speed is not None:
+        said[1] += f", {timings.answer_speed:.1f} tokens/s"
     if (drafts := generation.drafts).share is not None:
         said[1] += f", {100 * drafts.share:.0f} % of {sum(drafts.n_checked)} drafts accepted"
     if generation.cause == "repetition":

@@ -355,8 +355,8 @@ def add_machine(parser: Parser):
                               "is memory)")
     machine.add_argument("--kv", metavar="FORMAT", choices=KV_NAMES, default=FLOAT16,
                          help="how keys and values are kept: as halves, in 8 bits (q8), keys in 8 bits and values in 4 "
-                              "or 3 (q8+4, q8+3), both in 4 bits (q4) or in 3 (q3); fewer bits make room for longer texts, and "
-                              f"answers less exact (default: {FLOAT16})")
+                              "or 3 (q8+4, q8+3), both in 4 bits (q4) or in 3 (q3); fewer bits make room for longer "
+                              f"texts, and answers less exact (default: {FLOAT16})")
     machine.add_argument("--sparse", metavar="WHEN", nargs="?", choices=SPARSE, const="on", default="off",
                          help="long prompts leave out keys of little weight, which reads them faster and changes "
                               "answers a little: on, unless a request refuses; ask, only where a request asks "

@@ -7,6 +7,7 @@ import threading
 import time
 
 from engine.recordings import Recordings
+from engine.request import RequestError
 from kernels.assembler import find_assembler
 from kernels.card import Card
 from kernels.emulated.cards import CARDS, CardModel
@@ -14,6 +15,7 @@ from kernels.emulated.estimate import PIPES, SECTOR, Counts
 
 PIPES_SECONDS = 1           # at least so long from one counted step to the next
 WAIT_SECONDS = 1            # for an answer to begin, where none is being written
+LOOKS = 8                   # at steps, for one whose shape is ready
 LOOK_SECONDS = 0.002        # between two looks whether one has begun: a short answer is over in a tenth of a second
 
 
@@ -35,7 +37,9 @@ class PipeMeter:
     get.
 
     A counted step takes a hundred times as long as others. So a step is counted only when somebody asks, and at most
-    once in PIPES_SECONDS. The code that counts is compiled before the first counted step; answers go on meanwhile.
+    once in PIPES_SECONDS. What counts steps is compiled before, shape by shape; answers go on meanwhile. That of one
+    plain answer is compiled when somebody asks for the first time, whether or not an answer is being written: later, a
+    short answer would be over by then.
 
     pipeline, scheduler: those of an engine on one card. Such an engine has one group of answers.
     """
@@ -47,6 +51,7 @@ class PipeMeter:
         self.busy = threading.Lock()                # held by the thread that counts; other threads get `last`
         self.last, self.at = None, -math.inf        # the step that was counted last, and when
         self.recordings = Recordings(self.stage.card)       # of the stage's steps, with the grids of MODEL
+        self.ready = set()                          # shapes of steps for which what counts them is compiled
 
     def can_count(self) -> bool:
         return [stage.card.kind for stage in self.pipeline.stages] == ["emulated"]
@@ -60,11 +65,40 @@ class PipeMeter:
         """
         if self.busy.acquire(blocking=False):
             try:
+                if not self.ready:
+                    self._get_ready_for_one()
                 if time.monotonic() - self.at > PIPES_SECONDS and self._wait() and (counted := self._count()):
                     self.last, self.at = counted, time.monotonic()
             finally:
                 self.busy.release()
         return self.last
+
+    def _get_ready_for_one(self):
+        with contextlib.suppress(RequestError):             # where no slot is free, what runs is compiled for instead
+            with self.scheduler.borrow_slot(1) as sequence, self._without_drafts():
+                shape = self.scheduler.shape([sequence], 0)
+            self._get_ready(shape)
+
+    @contextlib.contextmanager
+    def _without_drafts(self):
+        """While the `with` body runs, no further drafts are checked, so that most steps have one shape. What an answer
+        says does not depend on that."""
+        pace = self.scheduler.pace
+        balance, pace.balance = pace.balance, -math.inf
+        try:
+            yield
+        finally:
+            pace.balance = balance
+
+    def _get_ready(self, shape):
+        """Compiles what counts steps of this shape."""
+        stage = self.stage
+        with self.scheduler.between_steps(), self._as_model():
+            recordings = [stage.recordings.of(stage.launch_step, shape, 0, buffer)
+                          for buffer in range(len(stage.batches[0].outcomes))]
+        for recording in recordings:
+            stage.card.prepare_counting(recording, self.MODEL)
+        self.ready.add(shape)
 
     def _wait(self) -> bool:
         """Whether an answer is being written; waits for one if not. Whoever asks when a request begins would else hear
@@ -75,19 +109,22 @@ class PipeMeter:
         return bool(found)
 
     def _count(self) -> dict | None:
-        stage, scheduler = self.stage, self.scheduler
-        with scheduler.between_steps(), self._as_model():
-            batch = scheduler.answering(0)
-            buffers = range(len(stage.batches[0].outcomes)) if batch else ()
-            step = (stage.launch_step, scheduler.shape(batch, 0), 0) if batch else ()
-            recordings = [stage.recordings.of(*step, buffer) for buffer in buffers]
-        for recording in recordings:
-            stage.card.prepare_counting(recording)
-        with scheduler.between_steps(), self._as_model(), stage.card.counting() as log:
-            n = len(scheduler.answering(0))
-            scheduler.decode(0)
-            self.pipeline.settle()
-        return summary(log, n, self.MODEL) if n else None
+        """What the next step does that has a shape for which all is compiled. If there is none among the next LOOKS
+        steps, the last one's is compiled, and nothing counted."""
+        for _ in range(LOOKS):
+            with self.scheduler.between_steps(), self._as_model(), self._without_drafts():
+                batch = self.scheduler.answering(0)
+                if not batch:
+                    return None
+                shape = self.scheduler.shape(batch, 0)
+                if shape in self.ready:
+                    with self.stage.card.counting() as log:
+                        self.scheduler.decode(0)
+                        self.pipeline.settle()
+                    return summary(log, len(batch), self.MODEL)
+            time.sleep(LOOK_SECONDS)                        # or the next round could not begin
+        self._get_ready(shape)
+        return None
 
     @contextlib.contextmanager
     def _as_model(self):

@@ -301,12 +301,24 @@ class Job:
         return self._done.wait(seconds)
 
 
+class Timings(NamedTuple):
+    """The seconds of an answer that has at least one token, and its tokens per second, as the engine has measured
+    them. The prompt gives the first token, so the speed of the answer is that of the others."""
+
+    waiting: float              # until the engine began with the prompt
+    prompt: float               # from then to the first token
+    answer: float               # from the first token to the last
+    prompt_speed: float         # of the tokens that were not cached
+    answer_speed: float | None  # None: there is no second token
+
+
 class Answer(Job):
     """A request for text on its way, as those see it who read the answer. Iterating over it gives its Deltas."""
 
     def __init__(self, request: Request):
         super().__init__(request, len(request.prompt_ids))
         self.n_generated = 0
+        self.waited = self.first_after = self.last_after = 0.0      # seconds from `started`, see Timings
         self.n_cached = 0           # tokens of the prompt that were not computed, because they were cached
         self.n_read = 0             # tokens of the prompt so far that were cached, or whose passes are queued
         self.drafts = Drafts()      # how many were checked and accepted
@@ -316,6 +328,16 @@ class Answer(Job):
         self.token_times: list[float] = []      # when the engine gave each token; a reader may get several at once
         self._deltas = queue.SimpleQueue()
         self.wake = threading.Event()           # set whenever `take` has something to give
+
+    def begin(self):
+        """The engine begins with the prompt: the request waits no longer."""
+        self.waited = time.perf_counter() - self.started
+
+    def timings(self) -> Timings:
+        """The Timings so far. There must be a token."""
+        prompt, answer = self.first_after - self.waited, self.last_after - self.first_after
+        return Timings(self.waited, prompt, answer, (self.n_prompt - self.n_cached) / prompt,
+                       (self.n_generated - 1) / answer if answer else None)
 
     def __iter__(self):
         """Deltas as they come. Ends without a finish reason when the generation was cancelled. Raises what the
@@ -365,6 +387,8 @@ class Generation(Answer):
         the guard against repetition."""
         self.n_generated += 1
         self.token_times.append(time.perf_counter())
+        self.last_after = self.token_times[-1] - self.started
+        self.first_after = self.first_after or self.last_after
         if self._guard and self._guard.push(token) and not finish_reason:
             finish_reason, self.cause = "length", "repetition"
         text = ""

@@ -33,6 +33,7 @@ import threading
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import lru_cache, partial
+from numbers import Real
 
 import numpy as np
 
@@ -862,7 +863,9 @@ def _geometry(grid, block):
 
 
 def _three(extent):
-    extent = (extent,) if isinstance(extent, (int, np.integer)) else extent
+    extent = extent if isinstance(extent, (tuple, list)) else (extent,)
+    if not all(isinstance(n, Real) and n % 1 == 0 for n in extent):
+        raise LaunchError("blocks and threads are whole numbers")
     return *(int(n) for n in extent), *(1,) * (3 - len(extent))
 
 

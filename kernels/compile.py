@@ -328,8 +328,13 @@ def _check(result):
 
 @cache
 def supported_ccs():
-    """Compute capabilities that the installed CUDA toolkit compiles for, ascending, as (major, minor)."""
-    return sorted(divmod(arch, 10) for arch in _check(nvrtc.nvrtcGetSupportedArchs()))
+    """Compute capabilities that the installed CUDA toolkit compiles for, ascending, as (major, minor). CompileError:
+    there is none."""
+    try:
+        return sorted(divmod(arch, 10) for arch in _check(nvrtc.nvrtcGetSupportedArchs()))
+    except pathfinder.DynamicLibNotFoundError:
+        raise CompileError("NVRTC, which compiles kernels, is not installed: say pip install -r requirements.txt in "
+                           "the environment of this Python") from None
 
 
 def target_cc(cc):

@@ -127,7 +127,7 @@ mma_f16_8x8x4 = _matrix_product("m8n8k4.row.col.f32.f16.f16.f32", float32, uint3
                                 "up to less than 2**24: in no other case does a card promise bits")
 
 opaque = _instruction("mov.b32 $0, $1;", uint32, uint32,
-                      doc="a, of which the compiler knows nothing: so it keeps no address that it could make of it again")
+                      doc="a, of which the compiler knows nothing: so it keeps no address that it could make anew")
 
 
 @intrinsic
@@ -304,7 +304,7 @@ def _stream_words(n_words, how=None):
             words = [builder.extract_value(loaded, i) for i in range(n_words)]
             return context.make_tuple(builder, UniTuple(uint32, n_words), words)
         return (UniTuple(uint32, n_words) if n_words > 1 else uint32)(array, uint32), codegen
-    typing.__doc__ = f"{4 * n_words} bytes of {'constant data, read once,' if constant else 'data'} at `index` -> words."
+    typing.__doc__ = f"{4 * n_words} bytes of {'constant data, read once,' if constant else 'data'} at index -> words."
     return intrinsic(typing)
 
 

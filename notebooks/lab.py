@@ -16,6 +16,7 @@ import dis
 import html
 import io
 import linecache
+import os
 import re
 import sys
 import time
@@ -48,8 +49,8 @@ plt.rcParams.update({"figure.facecolor": "none", "axes.facecolor": "none", "save
                      "legend.facecolor": "none", "legend.edgecolor": INK, "figure.dpi": 80, "font.size": 9,
                      "figure.constrained_layout.use": True, "axes.grid": True, "grid.alpha": 0.3,
                      "axes.axisbelow": True, "axes.prop_cycle": plt.cycler(color=COLOURS),
-                     **dict.fromkeys(("text.color", "axes.edgecolor", "axes.labelcolor", "axes.titlecolor", "grid.color",
-                                      "xtick.color", "ytick.color"), INK)})
+                     **dict.fromkeys(("text.color", "axes.edgecolor", "axes.labelcolor", "axes.titlecolor",
+                                      "grid.color", "xtick.color", "ytick.color"), INK)})
 
 
 # ---- counting and timing -----------------------------------------------------------------------------------
@@ -89,7 +90,8 @@ def count(card, launch, model):
 
 def microseconds(card, launch):
     """What one call of launch() takes on a card, without Python: see kernels/bench.py. On an emulated card all accesses
-    are checked before."""
+    are checked before, and it is said below the cell what its times are."""
+    timed(card)
     if card.kind == "emulated":
         checked(card, launch)
     return 1e6 * seconds_per_call(card, launch)
@@ -97,6 +99,7 @@ def microseconds(card, launch):
 
 def tokens_per_second(engine, prompt, n=64):
     """How fast an engine answers, the prompt left out: of three answers of n tokens the fastest."""
+    timed()
     speeds = []
     for _ in range(3):
         answer = iter(engine.submit(qengine.Request(engine.encode(prompt), max_tokens=n, ignore_eos=True)))
@@ -104,6 +107,46 @@ def tokens_per_second(engine, prompt, n=64):
         start = time.perf_counter()
         speeds.append(sum(1 for _ in answer) / (time.perf_counter() - start))
     return max(speeds)
+
+
+_since = None               # what `_used` said when a cell began to take times
+_is_emulated = False        # whether it has taken times of kernels on an emulated card
+
+
+def timed(card=None):
+    """For cells that take times, on `card` those of kernels. What is to be known of them is said below the cell."""
+    global _since, _is_emulated
+    _since = _used() if _since is None else _since
+    _is_emulated = _is_emulated or bool(card and card.kind == "emulated")
+
+
+def _used():
+    """Seconds so far: by the clock, of all programs on the processors of this machine, and of this Python there."""
+    user, nice, system, _, _, *interrupts = map(int, Path("/proc/stat").read_text().splitlines()[0].split()[1:8])
+    ticks = user + nice + system + sum(interrupts)
+    return np.array([time.perf_counter(), ticks / os.sysconf("SC_CLK_TCK"), time.process_time()])
+
+
+def _tell_disturbance(_):
+    """Behind a cell that has taken times."""
+    global _since, _is_emulated
+    if _since is not None:
+        clock, everyone, own = _used() - _since
+        if _is_emulated:
+            words = ("These are times of your processor, which executes the kernels one instruction after the other. "
+                     "They say nothing about a card: estimates and figures on record do.")
+            _box(GREY, words, words)
+        _since, _is_emulated = None, False
+        if clock > 0.2:         # processors are counted in hundredths of a second
+            disturbed_by((everyone - own) / clock)
+
+
+def disturbed_by(n):
+    """Says that other programs used so many processors while times were taken, if that is worth a word."""
+    if n > 0.1:
+        words = (f"Other programs used {n:.1f} of {os.cpu_count()} processors while this cell ran. On a quiet machine "
+                 "its times are shorter, and their order may be another.")
+        _box(ORANGE, words, words)
 
 
 # ---- figures on record -------------------------------------------------------------------------------------
@@ -114,7 +157,8 @@ def figure(name, row, column, n=1):
 
 
 def on_record(name, *columns):
-    """Prints a table of figures of benchmarks/results.md, with the card and the day. columns: those wanted, if not all."""
+    """Prints a table of figures of benchmarks/results.md, with the card and the day. columns: those wanted, if not
+    all."""
     source, rows = figures.record(name)
     columns = columns or tuple(next(iter(rows.values())))
     print(f"on record (benchmarks/results.md): {source}")
@@ -124,40 +168,52 @@ def on_record(name, *columns):
 # ---- predictions -------------------------------------------------------------------------------------------
 
 class Prediction:
-    """What the reader expects of something: `guess` is a number or one of `choices`; None: nothing was entered."""
+    """What the reader expects of something: `guess` is a number or one of `choices`; None: nothing was entered, or
+    what was entered is refused."""
 
-    def __init__(self, what, guess, choices):
-        self.what, self.guess, self.choices = what, guess, choices
+    def __init__(self, what, guess, choices, is_refused):
+        self.what, self.guess, self.choices, self.is_refused = what, guess, choices, is_refused
 
 
-def predict(what, guess, choices=()):
-    """Keeps what the reader has put in place of None until `reveal` shows it. What is no number, or none of the choices,
-    is not taken, and the reader is asked again."""
+def predict(what, guess, *more):
+    """Keeps what the reader has put in place of None until `reveal` shows it. What is no number, or none of the
+    choices, is not taken, and the reader is asked again. more: the choices, a list; or what somebody has written behind
+    the comma of a number."""
+    choices = more[0] if len(more) == 1 and isinstance(more[0], (list, tuple)) else ()
+    guess = guess if choices or not more else ", ".join(map(str, (guess, *more)))
     wanted = f"one of {', '.join(map(repr, choices))}" if choices else "a number"
-    fits = guess in choices if choices else isinstance(guess, Real) and not isinstance(guess, bool)
+    by_word = {str(choice).lower(): choice for choice in choices}
+    guess = by_word.get(str(guess).strip().lower(), guess) if choices else guess
+    fits = guess in choices if choices else (
+        isinstance(guess, Real) and not isinstance(guess, bool) and abs(guess) < 1e15)      # a NaN is not
     if guess is not None and not fits:
-        _box(ORANGE, f"<b>{html.escape(what)}?</b> {html.escape(wanted.capitalize())}, please; yours is "
-                     f"<code>{html.escape(repr(guess))}</code>.", f"{what}? {wanted.capitalize()}, please; yours is {guess!r}.")
+        asked = wanted if choices else f"{wanted} without commas, as 1234.5"
+        _box(ORANGE, f"<b>{html.escape(what)}?</b> {html.escape(asked.capitalize())}, please; yours is "
+                     f"<code>{html.escape(str(guess))}</code>.",
+             f"{what}? {asked.capitalize()}, please; yours is {guess}.")
     if guess is None:
         _box(GREY, f"<b>{html.escape(what)}?</b> Your turn: put {html.escape(wanted)} in place of <code>None</code>, "
                    "run this cell, then go on.", f"{what}? Put {wanted} in place of None.")
-    return Prediction(what, guess if fits else None, choices)
+    return Prediction(what, guess if fits else None, choices, guess is not None and not fits)
 
 
 def reveal(prediction, found, unit=""):
     """Shows a prediction beside what was found: a number, or one of the choices."""
-    answer, colour, words = f"{_show(found)} {unit}".strip(), GREY, "You have made no prediction."
+    answer, colour = f"{_show(found)} {unit}".strip(), GREY
+    words = "Your prediction was refused." if prediction.is_refused else "You have made no prediction."
     if prediction.guess is not None:
-        colour, verdict = judge(prediction.guess, found)
+        colour, verdict = judge(prediction.guess, found, bool(prediction.choices))
         words = f"You said {_show(prediction.guess)}. {verdict}"
     _box(colour, f"<b>{html.escape(prediction.what)}: {html.escape(answer)}.</b> {html.escape(words)}",
          f"{prediction.what}: {answer}. {words}")
 
 
-def judge(said, found):
-    """(colour, kind words) for a prediction beside what was found."""
+def judge(said, found, is_choice=False):
+    """(colour, kind words) for a prediction beside what was found. is_choice: it was one of several."""
     if isinstance(found, str):
         return (GREEN, "Right.") if said == found else (ORANGE, "It went the other way. The text below says why.")
+    if is_choice:
+        return (GREEN, "Right.") if said == found else (ORANGE, "It is another one. The text below says why.")
     if said == found or found and abs(said / found - 1) <= 0.03:
         return GREEN, "Right."
     if not found or said / found <= 0:
@@ -199,9 +255,10 @@ def compare(versions, model):
             for name in PIPES if any(getattr(c, name) for c in counts) and name != "move"]
     rows.append(["all instructions", *(sum(getattr(c, name) for name in PIPES if name != "move") for c in counts)])
     rows.append(["sectors read, MB", *(f"{SECTOR * c.read_sectors / 1e6:.2f}" for c in counts)])
-    rows.append(["different sectors, MB", *(f"{SECTOR * c.distinct_sectors / 1e6:.2f}" for c in counts)])
+    rows.append(["different ones, read or written, MB", *(f"{SECTOR * c.distinct_sectors / 1e6:.2f}" for c in counts)])
     estimates = [counted.estimate(model) for counted in versions.values()]
     rows.append(["ESTIMATED µs", *(f"{1e6 * e.seconds:.1f}" for e in estimates)])
+    rows.append(["of these, the launch", *[f"{1e6 * model.launch_seconds:.1f}"] * len(estimates)])
     rows.append(["limited by", *(e.limiting for e in estimates)])
     table([f"warp instructions; {model.name}", *versions], *rows)
 
@@ -209,8 +266,9 @@ def compare(versions, model):
 # ---- plots -------------------------------------------------------------------------------------------------
 
 def show(words):
-    """Shows the figure that was drawn last on a transparent ground, in 128 colours, which make a small file. words: what
-    is in it, for readers who do not see it: where no picture can be shown, and where descriptions are read out."""
+    """Shows the figure that was drawn last on a transparent ground, in 128 colours, which make a small file. words:
+    what is in it, for readers who do not see it: where no picture can be shown, and where descriptions are read
+    out."""
     drawn, file = io.BytesIO(), io.BytesIO()
     plt.savefig(drawn, format="png", bbox_inches="tight")
     plt.close()
@@ -235,8 +293,8 @@ def plot_estimates(versions, model, title=""):
     panels[0].invert_yaxis()
     plt.gcf().suptitle(title or f"How long each part of a {model.name} would be busy (estimates; the longest decides)")
     most = [f"{name}: {max(e, key=e.get)}, {1e6 * max(e.values()):.1f} µs" for name, e in estimates.items()]
-    show(f"Bars of how long each part of a {model.name} would be busy, estimated, a panel for each kernel. The longest: "
-         f"{'; '.join(most)}.")
+    show(f"Bars of how long each part of a {model.name} would be busy, estimated, a panel for each kernel. The "
+         f"longest: {'; '.join(most)}.")
 
 
 # ---- drawings of kernels -----------------------------------------------------------------------------------
@@ -253,8 +311,8 @@ def draw_owners(owner, title, axes, x_label="", y_label="", framed=(0,)):
     for (i, j), who in np.ndenumerate(owner):
         is_framed = who in framed
         colour = COLOURS[int(who) % len(COLOURS)]
-        axes.add_patch(Rectangle((j, i), 1, 1, fc=colour if is_framed else pale(colour), ec=INSIDE if is_framed else INK,
-                                 lw=1.5 if is_framed else 0.4, zorder=2 + is_framed))
+        axes.add_patch(Rectangle((j, i), 1, 1, fc=colour if is_framed else pale(colour),
+                                 ec=INSIDE if is_framed else INK, lw=1.5 if is_framed else 0.4, zorder=2 + is_framed))
         if across <= 40:
             axes.text(j + 0.5, i + 0.5, who, ha="center", va="center", fontsize=7, zorder=4, color=INSIDE,
                       weight="bold" if is_framed else "normal")
@@ -284,13 +342,14 @@ def draw_tiles(axes, title, x_shape, w_shape, tile, marked=(0, 0), in_tile=None)
     if in_tile:
         left, top = origins["y"][0] + j * tile[1], origins["y"][1] + i * tile[0]
         axes.add_patch(Rectangle((left, top), in_tile[1], in_tile[0], fc=RED, ec=RED))
-    axes.set(xlim=(-0.3 * gap, k + gap + n + 0.3 * gap), ylim=(k + gap + rows + 0.3 * gap, -gap), title=title, aspect="equal")
+    axes.set(xlim=(-0.3 * gap, k + gap + n + 0.3 * gap), ylim=(k + gap + rows + 0.3 * gap, -gap), title=title,
+             aspect="equal")
     axes.axis("off")
 
 
 def draw_banks(words, title, axes):
-    """Draws where the lanes of a warp meet in the 32 banks of shared memory: a stack of lane numbers over each bank, for
-    the word that each lane wants (int [lanes]). Lanes that want the same word count once. Returns the turns."""
+    """Draws where the lanes of a warp meet in the 32 banks of shared memory: a stack of lane numbers over each bank,
+    for the word that each lane wants (int [lanes]). Lanes that want the same word count once. Returns the turns."""
     stacks = [[] for _ in range(32)]
     for lane, word in enumerate(words):
         stack = stacks[word % 32]
@@ -299,15 +358,31 @@ def draw_banks(words, title, axes):
     turns = max(map(len, stacks))
     for bank, stack in enumerate(stacks):
         for height, (lane, _) in enumerate(stack):
-            axes.add_patch(Rectangle((bank, height), 1, 1, fc=RED if len(stack) > 1 else GREEN, ec=INK, lw=0.5, alpha=0.85))
+            axes.add_patch(Rectangle((bank, height), 1, 1, fc=RED if len(stack) > 1 else GREEN, ec=INK, lw=0.5,
+                                     alpha=0.85))
             axes.text(bank + 0.5, height + 0.5, lane, ha="center", va="center", fontsize=6, color=INSIDE)
-    axes.set(xlim=(0, 32), ylim=(0, max(turns, 2)), xlabel="bank", ylabel="turn", title=f"{title}: {turns} turn{'s' * (turns > 1)}",
-             xticks=np.arange(0, 32, 4) + 0.5, yticks=np.arange(turns) + 0.5)
+    axes.set(xlim=(0, 32), ylim=(0, max(turns, 2)), xlabel="bank", ylabel="turn",
+             title=f"{title}: {turns} turn{'s' * (turns > 1)}", xticks=np.arange(0, 32, 4) + 0.5,
+             yticks=np.arange(turns) + 0.5)
     axes.set_xticklabels(range(0, 32, 4))
     axes.set_yticklabels(range(1, turns + 1))
     axes.tick_params(length=0)
     axes.grid(visible=False)
     return turns
+
+
+# ---- checks of the text's own kernels ----------------------------------------------------------------------
+
+def expect(name, found, wanted, allowed):
+    """Raises AssertionError, with a sentence, unless each result of a kernel of the text is nearer than `allowed` (a
+    number, or one for each result) to what is wanted."""
+    wrong = np.argwhere(~(abs(found - wanted) < allowed))       # what was never written is poison: not a number
+    if len(wrong):
+        at = tuple(map(int, wrong[0]))
+        raise AssertionError(
+            f"{name}: {len(wrong):,} of {found.size:,} results are wrong; [{', '.join(map(str, at))}] is "
+            f"{found[at]:.4g}, not {wanted[at]:.4g}. If you have changed a number in this cell, put the old one back, "
+            "or change what goes with it")
 
 
 # ---- tasks -------------------------------------------------------------------------------------------------
@@ -324,7 +399,8 @@ def attempt(check, answer):
     except TypeError as error:
         if "object is not subscriptable" not in str(error) or hasattr(answer, "__getitem__"):
             raise
-        print("not right yet: a kernel is launched as kernel[blocks, threads](...); this is none. Is @cuda.jit above it?")
+        print("not right yet: a kernel is launched as kernel[blocks, threads](...); this is none. Is @cuda.jit above "
+              "it?")
     except (AssertionError, LaunchError, CompileError) as error:
         print(f"not right yet: {brief(error)}")
         if re.search(r"\bnan\b", str(error)):              # what results are poisoned with
@@ -343,7 +419,10 @@ def refuses(check, wrong):
 # ---- errors in few words -----------------------------------------------------------------------------------
 
 def brief(error):
-    """What is wrong with a kernel, in a few lines: the line and the thread, or what the compiler did not understand."""
+    """What is wrong with a kernel, in a few lines: the line and the thread, or what the compiler did not understand. Or
+    which name a cell does not know."""
+    if isinstance(error, NameError):
+        return f"{error}: was the cell run that defines it, a prediction maybe?"
     if not isinstance(error, CompileError):
         return re.sub(r"\(\d+\.py, line", "(line", str(error))          # the file of a cell: a number that says nothing
     cause = error.__cause__
@@ -354,12 +433,13 @@ def brief(error):
     file, line = _place(cause)
     if not line:
         return f"{kernel} cannot be compiled: {words}"
-    return f"{kernel}, line {line}, cannot be compiled: {words}\n    line {line}: {linecache.getline(file, line).strip()}"
+    return (f"{kernel}, line {line}, cannot be compiled: {words}\n"
+            f"    line {line}: {linecache.getline(file, line).strip()}")
 
 
 def _place(error):
-    """(file, line) of the source at which the compiler stopped, or ("", 0). Numba's message does not always say it; then
-    one of the frames of the compiler does, or the code that names what there is not."""
+    """(file, line) of the source at which the compiler stopped, or ("", 0). Numba's message does not always say it;
+    then one of the frames of the compiler does, or the code that names what there is not."""
     said = re.search(r"at (\S+) \((\d+)\)", str(error))
     if said:
         return said[1], int(said[2])
@@ -379,11 +459,15 @@ def _place(error):
 
 
 def _show_briefly(shell, kind, error, trace, tb_offset=None):
-    """An error about a kernel, as a cell that has failed shows it: without the frames of the compiler and the card."""
+    """An error about a kernel, as a cell that has failed shows it: without the frames of the compiler and the card. So
+    is what a check asserts in words."""
+    if not str(error):
+        return shell.showtraceback((kind, error, trace), tb_offset=tb_offset, running_compiled_code=True)
     lines = [f"{kind.__name__}: {brief(error)}"]
     shell._showtraceback(kind, error, lines)
     return lines
 
 
 if get_ipython():
-    get_ipython().set_custom_exc((CompileError, LaunchError), _show_briefly)
+    get_ipython().set_custom_exc((CompileError, LaunchError, AssertionError, NameError), _show_briefly)
+    get_ipython().events.register("post_run_cell", _tell_disturbance)

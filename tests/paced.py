@@ -4,7 +4,7 @@ import threading
 import time
 
 from engine.request import EngineStopped
-from tests.scripted import END, ScriptedEngine
+from tests.scripted import END, ScriptedEngine, end_of
 
 
 class PacedEngine(ScriptedEngine):
@@ -37,8 +37,7 @@ class PacedEngine(ScriptedEngine):
                         left = max(end - time.monotonic(), 0) / self.delay
                         generation.n_read = int(generation.n_prompt * (1 - left))
                 end = max(end + self.pace, time.monotonic())        # after a stall it does not catch up
-                reason = "stop" if token in (END, *request.stop_token_ids) else "length" if n == request.max_tokens else None
-                if generation.cancelled or generation.push(token, reason):
+                if generation.cancelled or generation.push(token, end_of(request, token, n)):
                     break
         except EngineStopped as failure:        # raised by a script
             error = failure

@@ -31,8 +31,8 @@ class ScriptedEngine(TextOnly, TextEngine):
     """An engine without a model. script: a text, or a function that makes a text of the prompt. An answer is the whole
     text, then the end. sees: whether it takes pictures, which it reads and does not look at.
 
-    requests, generations: those so far. checks: (drafts, accepted ones) of each check of every answer. Every token has the log-probability -0.5, and token 5 has -1.5. Tokens of
-    prompts have -0.25, and token 5 has -1.25.
+    requests, generations: those so far. checks: (drafts, accepted ones) of each check of every answer. Every token has
+    the log-probability -0.5, and token 5 has -1.5. Tokens of prompts have -0.25, and token 5 has -1.25.
     """
 
     name, n_ctx, n_slots, reason, fault, counts_pipes = "scripted", 4096, 2, None, None, False
@@ -55,7 +55,7 @@ class ScriptedEngine(TextOnly, TextEngine):
         generation = self.begin(request)
         self.generations.append(generation)
         for n, token in enumerate(itertools.chain(self.tokenizer.encode(text), [END]), start=1):
-            reason = "stop" if token in (END, *request.stop_token_ids) else "length" if n == request.max_tokens else None
+            reason = end_of(request, token, n)
             likeliest = ((token, -0.5), (5, -1.5))[:request.top_logprobs or 0]
             if generation.push(token, reason, None if request.top_logprobs is None else -0.5, likeliest):
                 break
@@ -158,6 +158,11 @@ class Unreal:
 
 
 END = 6120                  # <|im_end|>
+
+
+def end_of(request, token, n):
+    """The finish reason if this token is the n-th of an answer; None: the answer goes on."""
+    return "stop" if token in (END, *request.stop_token_ids) else "length" if n == request.max_tokens else None
 
 
 @functools.cache

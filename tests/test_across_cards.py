@@ -168,7 +168,7 @@ def test_hops_arrive_as_they_left(late, n_hops, longest, monkeypatch):
     """Also where copies run as late as the events allow. pytest -m slow has thousands of hops."""
     checked = Checked(monkeypatch, n_hops, longest)
     engine = load((1, 1, 2), on=cards(3, late=late), slots=5, chunk=128)
-    engine.pipeline.stages[0].exit.n_direct = 0                 # steps go beside the layers here, straight over the other
+    engine.pipeline.stages[0].exit.n_direct = 0         # steps go beside the layers here, straight over the other
     choice = random.Random(n_hops)
     monkeypatch.setattr(engine.pipeline, "pass_rows", lambda start, end, limit, last: min(
         end - start, 64 * choice.randint(1, limit // 64)))

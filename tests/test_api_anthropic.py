@@ -1,4 +1,5 @@
-"""Anthropic's protocol: the official client, at once and asynchronously, whole and streamed, against a scripted engine."""
+"""Anthropic's protocol: the official client, at once and asynchronously, whole and streamed, against a scripted
+engine."""
 
 import anthropic
 import pytest

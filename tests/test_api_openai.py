@@ -1,5 +1,8 @@
 """OpenAI's protocol: the official client, at once and asynchronously, whole and streamed, against a scripted engine."""
 
+import json
+import re
+
 import openai
 import pytest
 
@@ -51,6 +54,40 @@ def test_text(ask):
     assert usage["total_tokens"] == len(request.prompt_ids) + n_answer
     assert usage["prompt_tokens_details"]["cached_tokens"] == 0
     assert usage["completion_tokens_details"]["reasoning_tokens"] == 0
+
+
+def test_timings_are_those_of_llama_cpp():
+    """In a whole answer and in the last chunk of a stream, with usage and without, of chats and of texts."""
+    engine = PacedEngine("one two three", pace=0.02, delay=0.1)         # whole pages of its prompts count as cached
+    web, long = app_of(engine).test_client(), "word " * 100
+    for path, said in (CHAT, {"messages": [{"role": "user", "content": long}]}), (TEXT, {"prompt": long}):
+        whole = web.post(path, json=said).json
+        streams = [web.post(path, json=said | more | {"stream": True}).text
+                   for more in ({}, {"stream_options": {"include_usage": True}})]
+        for *others, last in [[whole], *(list(map(json.loads, re.findall("^data: ({.*)$", text, re.M)))
+                                        for text in streams)]:
+            assert not any("timings" in other for other in others)
+            generation, timings = engine.generations[-1], last["timings"]
+            n_prompt, n = generation.n_prompt - generation.n_cached, generation.n_generated
+            assert (timings["prompt_n"], timings["predicted_n"]) == (n_prompt, n)
+            assert 0 < timings["cache_n"] == generation.n_cached
+            assert 100 <= timings["prompt_ms"] and 15 * (n - 1) <= timings["predicted_ms"]
+            assert timings["prompt_n"] == pytest.approx(timings["prompt_per_second"] * timings["prompt_ms"] / 1e3, 1e-3)
+            assert n - 1 == pytest.approx(timings["predicted_per_second"] * timings["predicted_ms"] / 1e3, rel=1e-3)
+            assert timings["wait_ms"] == 0 and "draft_n" not in timings
+
+
+def test_timings_say_nothing_that_was_not_measured():
+    """An answer of one token has no speed, a prompt that is repeated alone has no answer, and several answers share the
+    card."""
+    engine = ScriptedEngine("Hello.")
+    engine.checks = (3, 2), (1, 0)
+    web, said = app_of(engine).test_client(), {"prompt": "Hi"}
+    timings = web.post(TEXT, json=said | {"max_tokens": 1}).json["timings"]
+    assert timings["predicted_n"] == 1 and timings["predicted_ms"] == 0 and timings["predicted_per_second"] is None
+    assert timings["predicted_per_token_ms"] is None and (timings["draft_n"], timings["draft_n_accepted"]) == (4, 2)
+    for more in {"n": 2}, {"echo": True, "max_tokens": 0}:
+        assert "timings" not in web.post(TEXT, json=said | more).json
 
 
 def test_drafts_count_as_predictions():

@@ -32,7 +32,8 @@ class Letters(Tokenizer):
 
 
 def read(pieces, tags=(), opening="content", form=XMLCall, tools=TOOLS, ruled=False, stop=(), reason="stop"):
-    """(blocks of the answer, Reply) when the text comes in these pieces; a piece that is named as a tag is its token."""
+    """(blocks of the answer, Reply) when the text comes in these pieces; a piece that is named as a tag is its
+    token."""
     tokenizer = Letters(tags)
     reply, message = Reply(tokenizer, opening, form, tools, ruled), Message()
     for delta in generated(tokenizer, pieces, stop, reason):
@@ -141,7 +142,8 @@ def test_an_answer_that_ends_anywhere_loses_nothing(form, text, ruled):
 def test_what_only_looks_like_a_call_is_not_held_back():
     """Each letter comes as soon as it cannot belong to one."""
     for said, seen in (("a <tool_cal", "a "), ("a <tool_call>\n", "a "), ("a <tool_call>\nx", "a <tool_call>\nx"),
-                       ("a <tool_call>\n<func", "a "), ("a <tool_call>\n<fund", "a <tool_call>\n<fund"), ("a < b", "a < b"),
+                       ("a <tool_call>\n<func", "a "), ("a <tool_call>\n<fund", "a <tool_call>\n<fund"),
+                       ("a < b", "a < b"),
                        ("a <tool_call>\n<function=f>\n<pa", "a "),
                        ("a <tool_call>\n<function=f>\nx", "a <tool_call>\n<function=f>\nx")):
         reply = Reply(tokenizer := Letters(), "content", XMLCall, TOOLS)
@@ -176,7 +178,8 @@ def test_lists_and_objects_come_in_pieces_under_a_grammar(ruled):
 
 
 def test_a_tag_is_a_token_where_the_vocabulary_has_it():
-    said = ["hm </thi", "nk> ", "</think>", "\n\n", "<tool", "_call> ", "<tool_call>", "\n<function=now>\n</function>\n"]
+    said = ["hm </thi", "nk> ", "</think>", "\n\n", "<tool", "_call> ", "<tool_call>",
+            "\n<function=now>\n</function>\n"]
     blocks, reply = read([*said, "</tool_call>"], TAGS, "thought")
     assert blocks == [Thought("hm </think> "), Content("<tool_call> "), ("now", {})]
     assert reply.n_thinking == 3

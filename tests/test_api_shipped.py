@@ -1,5 +1,5 @@
-"""Both official clients against the model that ships, on the emulated card: every feature of both protocols, at once and
-asynchronously, whole and streamed.
+"""Both official clients against the model that ships, on the emulated card: every feature of both protocols, at once
+and asynchronously, whole and streamed.
 
     what                          OpenAI                                    Anthropic
     text, length, usage, cache    test_text_and_usage                       test_a_message
@@ -440,7 +440,8 @@ def test_a_message_with_a_call_and_its_result(message, extra):
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 def test_errors(clients, anthropics, stream):
-    for wrong, field in (({"temperature": 3}, "temperature"), ({"stop": [""]}, "stop[0]"), ({"messages": []}, "messages"),
+    for wrong, field in (({"temperature": 3}, "temperature"), ({"stop": [""]}, "stop[0]"),
+                         ({"messages": []}, "messages"),
                          ({"tools": TOOLS, "tool_choice": NAMED | {"function": {"name": "f"}}}, "tool_choice")):
         arguments = {"model": "m", "messages": WHAT, "stream": stream} | wrong
         for ask in (lambda: clients[0].chat.completions.create(**arguments),

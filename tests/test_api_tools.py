@@ -35,7 +35,8 @@ VALUES = [      # schema, text, value
     ({"anyOf": [{"type": "integer"}, NULL]}, "7", 7), ({"anyOf": [{"type": "integer"}, NULL]}, "None", None),
     ({"anyOf": [{"type": "integer"}, TEXT]}, "7", 7), ({"anyOf": [{"type": "integer"}, TEXT]}, "seven", "seven"),
     ({"oneOf": [{"type": "array"}, TEXT]}, "[]", []), ({"allOf": [{"type": "integer"}, {"minimum": 3}]}, "7", 7),
-    ({"enum": ["5", "a"]}, "5", "5"), ({"enum": [5, "5"]}, "5", 5), ({"enum": [1, 2]}, "2", 2), ({"enum": [1, 2]}, "3", 3),
+    ({"enum": ["5", "a"]}, "5", "5"), ({"enum": [5, "5"]}, "5", 5), ({"enum": [1, 2]}, "2", 2),
+    ({"enum": [1, 2]}, "3", 3),
     ({"enum": ["a", None]}, "null", None), ({"const": True}, "true", True), ({"enum": ["a", "b"]}, "c", "c"),
     (POINT, '{"x": 1}', {"x": 1}), (POINT, "5", "5"),
     ({"$ref": "#/nowhere"}, "5", 5), ({}, "5", 5), ({}, "five", "five"), ({}, '{"a": [1]}', {"a": [1]}),
@@ -73,7 +74,8 @@ def json_rules(schema, tags=None, opening="content"):
 
 LEAVES = {"city": TEXT, "days": {"type": "integer"}, "share": NUMBER, "exact": {"type": "boolean"},
           "unit": {"enum": ["C", "F"]}, "level": {"enum": [1, 2]}, "note": {"anyOf": [TEXT, NULL]},
-          "tags": {"type": "array", "items": TEXT}, "at": {"$ref": "#/$defs/point"}, "size": {"type": ["integer", "null"]},
+          "tags": {"type": "array", "items": TEXT}, "at": {"$ref": "#/$defs/point"},
+          "size": {"type": ["integer", "null"]},
           "any": {}}
 DEFS = {"point": {"type": "object", "properties": {"x": NUMBER, "y": NUMBER}, "required": ["x", "y"]}}
 MADE = {"city": ["Seoul", "", 'a "b"\n</par', "x\n\ny", "\ub300\ud55c"], "days": [0, -3, 12], "share": [0.5, 3, -1.25],
@@ -153,7 +155,8 @@ def test_a_required_call(text, fits):
 
 @pytest.mark.parametrize("text, fits", [
     (JSON, True), (JSON.replace("3", '"3"'), False), (JSON.replace('"name": "get', '"name": "got'), False),
-    (JSON.replace("days", "hours"), False), ('<tool_call>\n{"name": "get_weather", "arguments": {}}\n</tool_call>', True)])
+    (JSON.replace("days", "hours"), False),
+    ('<tool_call>\n{"name": "get_weather", "arguments": {}}\n</tool_call>', True)])
 def test_a_required_call_in_the_json_form(text, fits):
     rules = Rules(shipped().tokenizer.tags, "content").calls(JSONCall, [WEATHER], must=True, several=False)
     assert obeys(rules, text) == fits
@@ -192,7 +195,8 @@ STRINGS = [     # schema, values that fit, values that do not
     ({"anyOf": [TEXT | {"maxLength": 3}, NULL]}, ["abc", "null", "nul"], ["abcd", "nullx"]),
     ({"anyOf": [TEXT | {"pattern": "^[A-Z]+$"}, {"type": "integer"}]}, ["AB", "12"], ["ab", "1.5"]),
     ({"type": ["string", "null"], "maxLength": 2}, ["ab", "null"], ["abc"]),
-    ({"anyOf": [TEXT | {"minLength": 5}, NUMBER, {"const": [1, 2]}]}, ["abcde", "-12", "1.5", "[1, 2]"], ["abc", "[1]"]),
+    ({"anyOf": [TEXT | {"minLength": 5}, NUMBER, {"const": [1, 2]}]}, ["abcde", "-12", "1.5", "[1, 2]"],
+     ["abc", "[1]"]),
     ({"enum": (texts := ["a b", "a.c", "a\nb", "\t<x>/#&~-", "\\d/\\/[x](y)|{2}^$*+?"])}, texts, ["abc", "", "5"]),
     ({"anyOf": [{"enum": ["a", 5]}, {"type": "array"}]}, ["a", "5", "[1]"], ["b", "6"]),
     ({"$ref": "#/$defs/short", "title": "T"}, ["ab"], ["abc"]),
@@ -474,7 +478,8 @@ def test_tools_that_cannot_be_enforced():
     assert rules(Tool("f", unique), must=True) and rules(Tool("f", unique), must=False)
     broken = {"type": "object", "properties": {"a": {"type": "array", "items": {"$ref": "#/nowhere"}}}}
     assert rules(Tool("f", broken), must=False) == {}
-    for tool, must in (Tool("f", unique, strict=True), False), (Tool("f", broken), True), (Tool("f", broken, True), False):
+    for tool, must in ((Tool("f", unique, strict=True), False), (Tool("f", broken), True),
+                       (Tool("f", broken, True), False)):
         with pytest.raises(RequestError, match="tools") as caught:
             rules(tool, must)
         assert caught.value.field == "tools"

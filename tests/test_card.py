@@ -39,6 +39,7 @@ def test_only_native_numbers_are_items(card, dtype):
 @pytest.mark.parametrize("grid, block, shared, message", [
     (0, 32, 0, "a grid is"), ((1, 65536), 32, 0, "a grid is"), ((1, 1, 1, 1), 32, 0, "a grid is"),
     (1, 1025, 0, "a block is"), (1, (1, 1, 65), 0, "a block is"), (1, 0, 0, "a block is"),
+    (2.5, 32, 0, "whole numbers"), ("two", 32, 0, "whole numbers"), (1, (32, 1.5), 0, "whole numbers"),
     (1, 32, 1 << 20, "dynamic shared memory"), (1, 32, -1, "dynamic shared memory")])
 def test_impossible_launches(card, grid, block, shared, message):
     x = card.zeros(4, "float32")

@@ -25,7 +25,7 @@ from cli import terminal
 from cli.chat import COMMANDS, Chat, speeds_of, transcript
 from cli.engines import Wishes
 from cli.terminal import ShownAnswer, Wrapped, append_history, read_history
-from engine.request import Delta
+from engine.request import Answer, Delta, Request
 from engine.tokenizer import ByteTokenizer
 from tests.test_cli import GREEDY, PATIENCE, loaded, run  # noqa: F401  a fixture
 from tests.tiny import MODEL, ROOT, tiny_engine
@@ -255,8 +255,9 @@ def test_thoughts_are_shown_as_such(monkeypatch):
 
 
 def test_speeds_count_what_was_computed():
-    generation = SimpleNamespace(n_prompt=1000, n_cached=960, started=5.0, token_times=[7.0, 7.5, 8.0], cause=None,
-                                 drafts=SimpleNamespace(share=None))
+    generation = Answer(Request([1] * 1000))
+    generation.n_cached, generation.n_generated = 960, 3
+    generation.waited, generation.first_after, generation.last_after = 1.0, 3.0, 4.0
     assert speeds_of(generation) == ("prompt 1000 tokens (960 cached), 20.0 tokens/s; answer 3 tokens, 2.0 tokens/s")
 
 

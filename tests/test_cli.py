@@ -143,7 +143,8 @@ def test_examples_in_the_help_parse():
     (["-m", MODEL, "--perplexity", __file__, "--temperature", "1"], "--temperature"),
     (["-m", "", "-p", "hi"], "-m names no model"),
     (["-m", MODEL, "-p", "hi", "--temp", "1"], "--temp is an option of llama.cpp: say --temperature"),
-    (["-m", MODEL, "--chat", "-ngl", "99"], "-ngl is an option of llama.cpp: leave it out, all layers are on the cards"),
+    (["-m", MODEL, "--chat", "-ngl", "99"],
+     "-ngl is an option of llama.cpp: leave it out, all layers are on the cards"),
     (["-m", MODEL, "--chat", "--no-mmap"], "--no-mmap is an option of llama.cpp: leave it out"),
     (["-m", MODEL, "--serve", "--jinja"], "--jinja is an option of llama.cpp: leave it out"),
     (["-m", MODEL, "-p", "hi", "-sm", "layer"], "-sm is an option of llama.cpp: leave it out"),
@@ -174,7 +175,8 @@ def test_a_mistake_is_one_sentence(capsys, arguments, words):
 
 
 def test_options_of_others_are_not_ours():
-    """What a mistake of somebody who knows llama.cpp is told never hides an option of ours, and names one that is there."""
+    """What a mistake of somebody who knows llama.cpp is told never hides an option of ours, and names one that is
+    there."""
     ours = {name for action in build_parser()._actions for name in action.option_strings}
     assert LLAMA_CPP and not LLAMA_CPP.keys() & ours
     assert {word for said in LLAMA_CPP.values() for word in re.findall(r"say (-[\w-]+)", said)} <= ours

@@ -125,6 +125,15 @@ def test_assembles(tmp_path):
         Linker(ObjectCode.from_ptx(ptx.encode()), options=LinkerOptions(arch=SM)).link("cubin")
 
 
+def test_a_toolkit_that_is_missing_is_told(monkeypatch):
+    def missing():
+        raise compiler.pathfinder.DynamicLibNotFoundError("no libnvrtc")
+
+    monkeypatch.setattr(compiler.nvrtc, "nvrtcGetSupportedArchs", missing)
+    with pytest.raises(CompileError, match="NVRTC, which compiles kernels, is not installed: say pip install"):
+        compiler.supported_ccs.__wrapped__()
+
+
 def test_capabilities():
     supported = compiler.supported_ccs()
     assert supported == sorted(supported) and compiler.target_cc(OLDEST) == OLDEST

@@ -8,6 +8,7 @@ import html
 import itertools
 import logging
 import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -90,6 +91,18 @@ def test_more_requests_than_slots(engine):
     assert [tokens(g) for g in [engine.submit(r) for r in requests]] == want
     assert [len(w) for w in want] == [r.max_tokens for r in requests]
     assert_idle(engine)
+
+
+def test_timings_tell_waiting_from_reading(engine):
+    with engine.scheduler.borrow_slot(1):           # nothing starts meanwhile
+        generation = engine.submit(request(3, n_prompt=40, max_tokens=8))
+        time.sleep(0.2)
+    generation.wait()
+    timings, (first, *_, last) = generation.timings(), generation.token_times
+    assert timings.waiting > 0.2 and timings.prompt > 0
+    assert timings.waiting + timings.prompt == pytest.approx(first - generation.started)
+    assert timings.answer == pytest.approx(last - first) and timings.answer_speed == pytest.approx(7 / timings.answer)
+    assert timings.prompt_speed == pytest.approx((40 - generation.n_cached) / timings.prompt)
 
 
 def test_more_slots_than_columns_of_a_product(card, engine):
@@ -290,7 +303,8 @@ def test_passes_of_27b_on_two_cards():
 
 @pytest.mark.parametrize("gigabytes, n_ctx, tops, chunk", [
     (0, 64, 133.8, 512), (2, 64, 133.8, 896), (16, 4096, 133.8, 4800), (24, 4096, 267.6, 8192),
-    (6, 65_536, 133.8, 1856), (6, 180_000, 133.8, 512), (16, 4096, 32.6, 1152), (16, 4096, 17, 576), (16, 4096, 0.1, 64)])
+    (6, 65_536, 133.8, 1856), (6, 180_000, 133.8, 512), (16, 4096, 32.6, 1152), (16, 4096, 17, 576),
+    (16, 4096, 0.1, 64)])
 def test_chunk_fits_memory_and_time(gigabytes, n_ctx, tops, chunk, monkeypatch):
     """That of a 9B: what weights leave, less the context that was asked for and the states; and half a second of an
     H200, a T4, a throttled card and one that is slow beyond help."""

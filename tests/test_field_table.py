@@ -31,7 +31,8 @@ TEMPLATE = ChatTemplate("{{ messages[-1].content }}{{ documents }}")        # th
 THINKS = {"chat_template_kwargs": {"enable_thinking": True}}
 OPENAI_TOOLS = {"tools": [{"type": "function", "function": TOOL}]}
 SHOWN = {
-    **{name: 3 if kind is int else 0.5 for name, (kind, *_) in SAMPLING.items()}, "repetition_guard": False, "draft": 3, "sparse": False,
+    **{name: 3 if kind is int else 0.5 for name, (kind, *_) in SAMPLING.items()}, "repetition_guard": False, "draft": 3,
+    "sparse": False,
     "prompt": "Other", "echo": True, "n": 2, "stop": "there", "logit_bias": {"5": 1}, "stream": True,
     "ignore_eos": True, "stream_options": ({"include_usage": True}, {"stream": True}), "stop_token_ids": [7],
     "min_tokens": 3, "skip_special_tokens": False, "return_token_ids": True, "timeout": 5, "n_predict": 3,
@@ -77,7 +78,7 @@ def ask(path, body, status=200):
     engine = ScriptedPooling(kind) if kind else ScriptedEngine(ANSWER, TEMPLATE if "documents" in body else None)
     answer = app_of(engine).test_client().post(path, json=BODIES[path] | body)
     assert answer.status_code == status, answer.text
-    alone = r'"(id|item_id|call_id|created(_at)?|completed_at)": ?("[^"]*"|\d+)'
+    alone = r'"(id|item_id|call_id|created(_at)?|completed_at|timings)": ?("[^"]*"|\d+|\{[^}]*\})'
     return engine.requests, re.sub(alone, "", answer.text)
 
 

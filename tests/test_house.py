@@ -280,7 +280,7 @@ def test_the_one_arrow_upwards(tmp_path):
 
 # ---- sizes -------------------------------------------------------------------------------------------------
 
-HEART_LINES, FUNCTION_LINES, POSITIONAL = 2500, 60, 8
+HEART_LINES, FUNCTION_LINES, POSITIONAL, LINE_LETTERS = 2500, 60, 8, 120
 
 
 def too_large(tree, kernels=False):
@@ -313,6 +313,20 @@ def test_no_function_is_too_large():
     found = [f"{file.relative_to(ROOT)}:{what}" for name, file in module_files(ROOT).items()
              for what in too_large(tree_of(file), room_of(name) == "kernels")]
     assert found == []
+
+
+def test_no_line_is_too_long():
+    """In letters, not in bytes: a Korean letter counts as one."""
+    found = [f"{file.relative_to(ROOT)}:{number}: {len(line)} letters, {LINE_LETTERS} at most"
+             for folder in (*ROOMS, "notebooks", "tests", ".") for file in files_in(ROOT / folder)
+             for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1)
+             if len(line) > LINE_LETTERS]
+    assert found == []
+
+
+def files_in(folder):
+    """The Python files of a folder and of those in it; of the project's own folder, its files alone."""
+    return sorted(folder.glob("*.py") if folder == ROOT else folder.rglob("*.py"))
 
 
 def function(n_lines, arguments, before=""):

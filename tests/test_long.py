@@ -37,7 +37,7 @@ def test_a_decoded_token_sees_4096_pages(card, name):
     if not KV_FORMATS[name].keys.by_codes:
         attention.head_error(card.download(out), want, 2)
         return
-    # The query has codes of 8 bits, too, and the error here is 0.0035 and 0.0043, more than TOLERANCE. Probably angles at
+    # The query has codes of 8 bits, too, and the error here is 0.0035 and 0.0043, above TOLERANCE. Probably angles at
     # this position are so far from those of float64 that some codes fall on the other side of a middle; that was not
     # measured. One such code moves the query by up to 0.0024 of its length: the bound allows three.
     got, want = (x.reshape(2, -1) for x in (card.download(out), want))

@@ -214,7 +214,8 @@ def test_mistakes_are_refused_before_anything_runs(tiny, monkeypatch, arguments,
 def test_the_help_lists_the_names():
     """`help(engine.look)` tells what can be looked at, as the docstring of the file does not reach it."""
     words = qengine.Engine.look.__doc__
-    assert all(f'"{name}' in words for name in ("embedding", "logits", "layer ", *(f"{kind} " for kind in looking.HEADS)))
+    assert all(f'"{name}' in words
+               for name in ("embedding", "logits", "layer ", *(f"{kind} " for kind in looking.HEADS)))
 
 
 def test_a_patch_of_another_shape(tiny):

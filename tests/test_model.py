@@ -176,6 +176,7 @@ def test_scratch_memory_of_a_row():
     for rows in (64, 192):
         model.allocate(rows, 1)
         taken.append(None)
-    few, more = ([array.nbytes for array in arrays] for arrays in (taken[:len(taken) // 2 - 1], taken[len(taken) // 2:-1]))
+    few, more = ([array.nbytes for array in arrays]
+                 for arrays in (taken[:len(taken) // 2 - 1], taken[len(taken) // 2:-1]))
     assert sum(more) - sum(few) == 128 * model.row_bytes()
     engine.close()

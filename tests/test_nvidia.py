@@ -247,7 +247,7 @@ def test_what_the_host_asks_of_the_driver_for_a_token(fake_card, monkeypatch):
     engine, calls = qengine.load("synthetic:tiny", card=fake_card, ctx=256, progress=False, draft="off",
                                  products="dp4a"), {True: [], False: []}
     monkeypatch.setattr(fake_card, "fill", lambda *arguments: None)
-    for each in itertools.chain(*engine.pipeline.last.sampler.results):        # kernels do nothing: a step gives token 0
+    for each in itertools.chain(*engine.pipeline.last.sampler.results):     # kernels do nothing: a step gives token 0
         fake_card.copy_in(each.outcomes, np.array([[1, *[0] * 8, *[-1] * 7]], np.int32))
     engine.submit(qengine.Request([3])).wait()          # what the first asks of the card is not asked again
     for name in dir(fake_driver):
@@ -259,7 +259,7 @@ def test_what_the_host_asks_of_the_driver_for_a_token(fake_card, monkeypatch):
     steps = " ".join(calls[True]).split("cuGraphLaunch ")[2:-1]
     once = "cuEventRecord cuStreamWaitEvent cuMemcpyDtoHAsync cuEventRecord ", "cuStreamWaitEvent "
     assert len(steps) == 97 and steps.count("".join(once)) == 95
-    assert steps.count("cuMemcpyHtoDAsync cuMemcpyHtoDAsync ".join(once)) == 1      # a page, and where a checkpoint goes
+    assert steps.count("cuMemcpyHtoDAsync cuMemcpyHtoDAsync ".join(once)) == 1  # a page, and where a checkpoint goes
     assert steps.count("cuMemcpyHtoDAsync ".join(once)) == 1                        # no checkpoint until the next page
     assert set(calls[False]) == {"cuEventQuery"}
     engine.close()

@@ -18,8 +18,9 @@ from prometheus_client.parser import text_string_to_metric_families
 import qengine
 from api import access, log, page, reply
 from cli.main import main
-from engine.pipes import PIPES_SECONDS
+from engine.pipes import PIPES_SECONDS, PipeMeter
 from engine.request import EngineStopped, Request, RequestError
+from kernels.emulated import counting
 from tests.clients import CHAT, HI, TEXT, app_of, assert_error, official_client, send, serving, wait_until
 from tests.paced import PacedEngine
 from tests.scripted import ScriptedEngine
@@ -44,7 +45,8 @@ def refusal(answer) -> str:
 
 # ---- keys --------------------------------------------------------------------------------------------------
 
-SENT = {"bearer": {"Authorization": "Bearer {}"}, "lower": {"authorization": "bearer {}"}, "x-api-key": {"x-api-key": "{}"}}
+SENT = {"bearer": {"Authorization": "Bearer {}"}, "lower": {"authorization": "bearer {}"},
+        "x-api-key": {"x-api-key": "{}"}}
 
 
 def with_key(way, key):
@@ -55,7 +57,8 @@ def with_key(way, key):
 def test_one_of_the_keys_opens(way):
     client = web(keys=["first", "second"])
     for key in ("first", "second"):
-        assert client.post(CHAT, json=BODY, headers=with_key(way, key)).json["choices"][0]["message"]["content"] == ANSWER
+        said = client.post(CHAT, json=BODY, headers=with_key(way, key)).json
+        assert said["choices"][0]["message"]["content"] == ANSWER
     for key in ("third", "", "firs", "first2", "FIRST", "ké"):
         answer = client.post(CHAT, json=BODY, headers=with_key(way, key))
         assert answer.status_code == 401 and refusal(answer)
@@ -109,7 +112,8 @@ def test_a_file_of_keys(tmp_path):
     bad.write_text("one\n# two words\n\ntwo words\n", encoding="utf-8")
     path.write_text("\n#\n", encoding="utf-8")
     for keys, file, named in (([], str(path), "holds no key"), ([], str(tmp_path / "none"), "No such file"),
-                              ([], str(bad), "bad, line 4: an API key"), ([""], None, "key"), (["two words"], None, "spaces"), (["ké"], None, "ASCII")):
+                              ([], str(bad), "bad, line 4: an API key"), ([""], None, "key"),
+                              (["two words"], None, "spaces"), (["ké"], None, "ASCII")):
         with pytest.raises(RequestError, match=named):
             access.read_keys(keys, file)
 
@@ -212,7 +216,8 @@ def test_on_loopback_the_server_has_the_names_of_this_machine(listens, host):
 
 
 @pytest.mark.parametrize("host", [
-    "evil.example", "evil.example:8080", "localhost.evil.example", "127.0.0.1.evil.example", "[::1", "10.0.0.1:8080", "@",
+    "evil.example", "evil.example:8080", "localhost.evil.example", "127.0.0.1.evil.example", "[::1", "10.0.0.1:8080",
+    "@",
     "localhost@evil.example"])
 def test_a_name_that_leads_here_is_not_enough(host):
     """DNS rebinding: to the browser, a page of that name and this server are one origin."""
@@ -259,7 +264,8 @@ def lines(caplog):
 
     def read(n=None):
         wait_until(lambda: n is None or len(caplog.messages) >= n)
-        return [dict(field.split("=", 1) for field in message.split(" text=")[0].split(" ")) for message in caplog.messages]
+        return [dict(field.split("=", 1) for field in message.split(" text=")[0].split(" "))
+                for message in caplog.messages]
     return read
 
 
@@ -326,7 +332,7 @@ def test_prompts_are_logged_only_when_asked(caplog, lines):
     web().post(CHAT, json=secret).close()
     assert "secret" not in caplog.text
     web(log_prompts=True).post(CHAT, json=secret).close()
-    assert caplog.messages[-1].count("my secret\\nplan") == 1       # JSON: one line, and the prompt is the same for both
+    assert caplog.messages[-1].count("my secret\\nplan") == 1   # JSON: one line, and the prompt is the same for both
 
 
 def test_polls_that_go_well_are_no_news(lines):
@@ -490,7 +496,8 @@ def test_streams_that_have_said_nothing_yet_end_cleanly_with_the_server():
 def samples(client, **headers):
     answer = client.get("/metrics", headers=headers)
     assert answer.status_code == 200 and answer.content_type.startswith("text/plain; version=")
-    return {(sample.name, *(value for name, value in sorted(sample.labels.items()) if name != "model_name")): sample.value
+    return {(sample.name, *(value for name, value in sorted(sample.labels.items()) if name != "model_name")):
+            sample.value
             for family in text_string_to_metric_families(answer.text) for sample in family.samples
             if sample.labels["model_name"] == "scripted"}
 
@@ -547,7 +554,8 @@ def test_metrics_of_what_runs_and_of_what_was_left():
 
 
 def service_client(service):
-    """A client of a second app over the same engine and counts: two apps in one process do not get into each other's way."""
+    """A client of a second app over the same engine and counts: two apps in one process do not get into each other's
+    way."""
     app = app_of(service.engine)
     app.extensions["qengine"].metrics = service.metrics
     return app.test_client()
@@ -611,6 +619,37 @@ def test_whoever_asks_for_pipes_before_an_answer_begins_is_told_of_it():
         engine.submit(request).wait()
         thread.join()
     assert told[-1]["tokens"] == 1
+
+
+def test_what_counts_is_compiled_before_the_first_answer(monkeypatch):
+    """Whoever asks while nothing runs, as the page does when its bar is switched on, has it compiled. Then a short
+    answer is counted, too."""
+    engine, compiled, told = tiny_engine(), [], []
+    monkeypatch.setattr(counting, "prepare", lambda launch, model, prepare=counting.prepare: (
+        compiled.append(launch.name), prepare(launch, model)))
+    monkeypatch.setattr(engine, "pipe_meter", PipeMeter(engine.pipeline, engine.scheduler))
+    client = web(engine)
+    assert client.get("/pipes").status_code == 204 and len(set(compiled)) > 5
+    compiled.clear()
+    thread = threading.Thread(target=lambda: told.append(client.get("/pipes").get_json(silent=True)))
+    thread.start()
+    time.sleep(0.1)
+    engine.submit(Request([1, 2, 3], max_tokens=100, ignore_eos=True)).wait()
+    thread.join()
+    assert told[0]["tokens"] == 1 and told[0]["pipes"]["dp4a"] > 0
+    assert compiled == []
+
+
+def test_a_step_that_is_counted_checks_no_drafts():
+    """So what counts it is compiled. Later steps may spend on drafts what they could."""
+    engine = tiny_engine()
+    meter, scheduler = PipeMeter(engine.pipeline, engine.scheduler), engine.scheduler
+    with scheduler.borrow_slot(1) as sequence:
+        before = scheduler.pace.balance
+        with meter._without_drafts():
+            assert scheduler.shape([sequence], 0).width == 1
+        assert scheduler.pace.balance == before
+        assert scheduler.shape([sequence], 0).width > 1
 
 
 def test_experts_only_where_they_are_counted():

@@ -191,16 +191,17 @@ def test_what_is_told_of_an_answer(page, engine):
     expect(page.get_by_label("Message")).to_be_focused()
 
 
-def test_an_answer_that_arrives_in_one_piece_has_no_speed(page):
-    """Its tokens stand in the browser's buffer, and reading them from there is no speed of the server."""
+@pytest.mark.parametrize("speed, said", [(12.3456, "20 tokens · 12.3 tokens/s · first after 0.75 s · "),
+                                         (None, "20 tokens · first after 0.75 s · ")])
+def test_the_server_says_how_fast_an_answer_was(page, speed, said):
+    """However its pieces arrive: these come all at once."""
     events = [{"choices": [{"delta": {"content": f"word {i} "}}]} for i in range(20)]
-    events.append({"choices": [], "usage": {"prompt_tokens": 5, "completion_tokens": 20}})
+    events.append({"choices": [], "usage": {"prompt_tokens": 1205, "completion_tokens": 20}, "timings": {
+        "cache_n": 1200, "prompt_ms": 500, "prompt_per_second": 10, "predicted_per_second": speed, "wait_ms": 250}})
     page.route("**/v1/chat/completions", lambda route: route.fulfill(
         content_type="text/event-stream", body="".join(f"data: {json.dumps(event)}\n\n" for event in events)))
-    page.get_by_label("Message").fill("hello")
-    page.get_by_label("Message").press("Enter")
-    expect(answers(page)).to_contain_text("20 tokens · first after")
-    expect(answers(page)).not_to_contain_text("tokens/s")
+    say(page, "hello")
+    expect(answers(page)).to_contain_text(f"{said}prompt 1,205, 1,200 cached, 10 tokens/s")
 
 
 def test_stop_keeps_what_was_written_and_ends_the_generation(page, engine):
@@ -1029,7 +1030,7 @@ def test_the_bar_of_pipes_asks_only_while_it_is_shown_and_something_runs(page, e
     assert not asked
     button(page, "Pipes").click()
     time.sleep(0.3)
-    assert not asked
+    assert len(asked) == 1                                      # so that the server compiles what counts
     say(page, "long", wait=False)
     bar = page.get_by_role("img", name="integer 60 %, dp4a 30 %, barrier 10 %")
     expect(bar).to_be_visible()
@@ -1040,3 +1041,20 @@ def test_the_bar_of_pipes_asks_only_while_it_is_shown_and_something_runs(page, e
     button(page, "Stop").click()
     button(page, "Pipes").click()
     expect(bar).not_to_be_visible()
+
+
+def test_an_answer_that_was_not_counted_says_so(page):
+    """The server has counted nothing yet when a short answer is over."""
+    told = []
+    page.route("**/health", lambda route: route.fulfill(json={"status": "ok", "model": "m", "counts_pipes": True}))
+    page.route("**/pipes", lambda route: route.fulfill(json=told[0]) if told else route.fulfill(status=204))
+    page.reload()
+    button(page, "Pipes").click()
+    say(page, "hello")
+    meter, bar = page.get_by_role("region", name="Pipes of the card"), page.get_by_role("img", name="integer 60 %")
+    expect(meter).to_contain_text("No step of this answer was counted: it was over too soon.")
+    expect(bar).not_to_be_visible()
+    told.append(PIPES)
+    say(page, "and again")
+    expect(bar).to_be_visible()
+    expect(meter.last).to_contain_text("46 launches")

@@ -144,11 +144,13 @@ def test_speed_of_cards(tmp_path):
     assert probe.speed_of(plain) == (68 * 1.38e9 * 64 * 8, 68 * 1.38e9 * 64 * 4, 818e9, 0.5e9)
     assert probe.speed_of(open_cards("emulated")[0]).link == math.inf
     facts = {"memory GB/s": 300.0, "link GB/s": 8.0}
-    card = SimpleNamespace(kind="cuda", facts=lambda: facts, name="none", cache_dir=tmp_path, cc=(7, 5), n_sms=10, clock=1e9)
+    card = SimpleNamespace(kind="cuda", facts=lambda: facts, name="none", cache_dir=tmp_path, cc=(7, 5), n_sms=10,
+                           clock=1e9)
     assert probe.speed_of(card) == (10e9 * 64 * 8, 10e9 * 64 * 4, 300e9, 8e9)
     card.model = "Tesla V100-PCIE-16GB"
     assert probe.speed_of(card) == probe.speed_of(v100)
-    rows = report_of(dp4a=0.5).rows + (Row("half2", "half2", 2.0, "TFLOPS"), Row("to_card", "", 3.0), Row("from_card", "", 2.5))
+    more = Row("half2", "half2", 2.0, "TFLOPS"), Row("to_card", "", 3.0), Row("from_card", "", 2.5)
+    rows = report_of(dp4a=0.5).rows + more
     probe.save(card, Report({"name": "a card"}, {}, "2026-01-01T00:00:00+00:00", rows))
     assert probe.speed_of(card) == (pytest.approx(10e9 * 64 * 8 * 0.5), 2e12, 800e9, 2.5e9)
 
@@ -174,7 +176,8 @@ def test_replacements(shares, pairs):
 def test_the_probe_measures_the_instruction_itself(emulated, monkeypatch):
     emulated.replace([("dp4a", "imad")])
     seen = []
-    monkeypatch.setattr(emulated, "_load", lambda compiled, load=emulated._load: seen.append(compiled.ptx) or load(compiled))
+    load = emulated._load
+    monkeypatch.setattr(emulated, "_load", lambda compiled: seen.append(compiled.ptx) or load(compiled))
     probe.measure(emulated)
     assert sum("dp4a.s32.s32" in ptx for ptx in seen) == 1 and emulated.replace(()) == (("dp4a", "imad"),)
 

@@ -255,7 +255,8 @@ def test_plans_count_what_experts_gain():
     ("auto", WINS, r"tensor cores .* where they are faster; ms for .* by them and by dp4a: Q8_0 0\.20 and 1\.00"),
     ("auto", Found(WINS.rates, {"Q8_0": Times(1e-3, 2e-3, True)}), "dp4a, mostly faster than .*: Q8_0 2.00 and 1.00"),
     ("auto", Found(WINS.rates, {"Q8_0": Times(1e-3, 2e-4, False)}), "dp4a, .* Q8_0 dp4a alone, for other bits"),
-    ("auto", Found(WINS.rates, {"Q2_K": Times(1e-3, 2e-4, True)}), "dp4a; the products of tensor cores .* not measured")])
+    ("auto", Found(WINS.rates, {"Q2_K": Times(1e-3, 2e-4, True)}),
+     "dp4a; the products of tensor cores .* not measured")])
 def test_the_reason(wish, found, words):
     made = Products(EmulatedCard(), wish, found)
     said = made.describe(["Q8_0"])

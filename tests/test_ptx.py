@@ -521,12 +521,13 @@ def overlapping(kernels):
     assert {kernel.__name__ for kernel, *_ in waiting} == set(CONSTANTS)
     waiting += [(EARLY_TWINS[kernel.__name__](kernel, *types), *types) for kernel, *types in waiting
                 if kernel.__name__ in EARLY]
-    return [(kernel, types, compiler.compile_kernel(kernel, tuple(types), OVERLAPPING).ptx) for kernel, *types in waiting]
+    return [(kernel, types, compiler.compile_kernel(kernel, tuple(types), OVERLAPPING).ptx)
+            for kernel, *types in waiting]
 
 
 def test_nothing_is_done_before_the_kernel_before_has_ended(overlapping):
-    """Several kernels before it may be running still: what they read must stay and what they write is not there yet. One
-    that ended without having waited would let the next begin before them, too."""
+    """Several kernels before it may be running still: what they read must stay and what they write is not there yet.
+    One that ended without having waited would let the next begin before them, too."""
     for kernel, types, ptx in overlapping:
         assert ptx.count(WAIT) == 1 and not too_early(kernel, types, ptx), f"{kernel.__name__}{types}"
 

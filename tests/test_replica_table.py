@@ -19,7 +19,7 @@ from engine.replicas.jobs import Differs, RemoteAnswer, RemoteTexts
 from engine.replicas.table import AWAY, Table
 from engine.pooling import TextsJob, TextsRequest
 from engine.request import (Answer, ContextExceeded, DeadlineExceeded, Delta, EngineStopped, Request, RequestError,
-                            share_read)
+                            Timings, share_read)
 from engine.served import Facts
 from tests.clients import wait_until
 from tests.models import TINY
@@ -247,14 +247,16 @@ def test_cancelling_reaches_the_link():
         assert link.dropped is job and job.cancelled and job.overdue() is None
 
 
-def test_counts_of_a_sparse_prompt_reach_the_front():
+def test_counts_and_times_reach_the_front():
     near, job = Answer(Request([1] * 9)), RemoteAnswer(Request([1] * 9), NoLink(), [])
     near.n_read, near.n_cached, near.keys_read, near.keys_seen = 9, 4, 30, 120
+    near.waited, near.first_after, near.last_after, near.n_generated = 0.25, 1.5, 1.5, 1
     job.hear(pickle.loads(pickle.dumps(wire.counts_told(near))), deltas("a"))
     assert vars(job).items() >= {name: getattr(near, name) for name in wire.COUNTS}.items()
     assert share_read([job]) == share_read([near]) == 0.25
+    assert job.timings() == near.timings() == Timings(0.25, 1.25, 0, 4, None)    # those of the replica's clock
     job.begin_again()
-    job.hear((3, 0, 0, 0), [])                  # the next replica has not read the prompt yet
+    job.hear((3, *NONE[1:]), [])                # the next replica has not read the prompt yet
     assert (job.n_read, job.n_cached) == (9, 0) and share_read([job]) is None
     assert wire.counts_told(TextsJob(TextsRequest([[1]]))) == NONE
 

@@ -167,8 +167,8 @@ BODIES = {
     "/api/chat": {"messages": [HI]}, "/api/generate": {"prompt": "hi"}}
 
 
-def without(value, names=("id", "created", "created_at", "total_duration", "load_duration", "prompt_eval_duration",
-                          "eval_duration", "completed_at", "item_id", "response_id")):
+def without(value, names=("id", "created", "timings", "created_at", "total_duration", "load_duration",
+                          "prompt_eval_duration", "eval_duration", "completed_at", "item_id", "response_id")):
     """A JSON value without what differs from answer to answer."""
     if isinstance(value, dict):
         return {key: without(one, names) for key, one in value.items() if key not in names}

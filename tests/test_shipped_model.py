@@ -143,7 +143,8 @@ def test_closes_the_tag_where_there_is_nothing_to_think(engine):
 
 @pytest.mark.parametrize("asked, answer", [
     ("How many circles are there?", "3"), ("How many shapes do you see?", "5"),
-    ("What do you see?", "2 blue stars and 3 red circles."), ("원이 몇 개야?", "3개"), ("별은 무슨 색이야?", "파란색"), ("Is there a heart?", "No.")])
+    ("What do you see?", "2 blue stars and 3 red circles."), ("원이 몇 개야?", "3개"), ("별은 무슨 색이야?", "파란색"),
+    ("Is there a heart?", "No.")])
 def test_says_what_a_picture_shows(engine, asked, answer):
     """The one that people are offered to try. Its eyes are found without being named."""
     assert engine.chat([{"role": "user", "content": [DEFAULT_PICTURE, asked]}], max_tokens=24) == answer

@@ -1,5 +1,5 @@
-"""benchmarks/across_cards.py and drafts.py: one block of each launch stands for all, a few layers stand for a model, and
-a timeline of the engine is told again."""
+"""benchmarks/across_cards.py and drafts.py: one block of each launch stands for all, a few layers stand for a model,
+and a timeline of the engine is told again."""
 
 import json
 
@@ -27,7 +27,8 @@ def test_a_block_of_each_launch_tells_what_all_take(monkeypatch):
 
 
 def test_two_layers_stand_for_a_decode_step():
-    """As benchmarks/drafts.py counts them. A step reads all weights, so it takes as long as that, and not much longer."""
+    """As benchmarks/drafts.py counts them. A step reads all weights, so it takes as long as that, and not much
+    longer."""
     steps = drafts.Steps("synthetic:0.8b", CMP_100_210, 300)
     both, *alone = [steps.estimated(indices, 1, 0) for indices in (range(2), [0], [1])]
     assert both > max(alone) and alone[0] != alone[1]

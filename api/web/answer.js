@@ -1,10 +1,6 @@
 "use strict";
 // One answer: the request, its stream, and the line below the answer.
 
-// Milliseconds. Tokens that arrive closer together came in one piece, of a browser or a network that was busy: how far
-// apart they arrive is then not how fast they were made.
-const ONE_PIECE = 10;
-
 const headers = () => ({"Content-Type": "application/json", ...apiKey && {Authorization: `Bearer ${apiKey}`}});
 
 /** What is asked of the server, GET, as JSON; null where it says nothing. */
@@ -92,7 +88,6 @@ async function generate() {
   watchPipes(own);
   try {
     times.before = await expertsUsed(signal);
-    times.sent = performance.now();
     const response = await fetch("v1/chat/completions", {method: "POST", signal, body: JSON.stringify(requestBody(own)),
       headers: {...headers(), "X-Request-Id": own.request}});
     if (!response.ok) throw await refusal(response);
@@ -145,12 +140,9 @@ async function watchQueue(own) {
 /** One event of a stream, into the message. */
 function take(event, message, times) {
   if (event.error) throw new Refusal(`The answer broke off: ${event.error.message}.`.replace(/\.\.$/, "."));
-  if (event.usage) times.usage = event.usage;
+  if (event.usage) times.end = event;
   const choice = event.choices[0], delta = choice?.delta ?? {};
-  if (delta.reasoning_content || delta.content || delta.tool_calls) {
-    times.last = performance.now();
-    times.first ??= times.last;
-  }
+  if (delta.reasoning_content || delta.content || delta.tool_calls) times.first ??= performance.now();
   if (delta.reasoning_content) message.thoughts += delta.reasoning_content;
   if (message.thoughts && message.seconds == null && (delta.content || delta.tool_calls || choice?.finish_reason))
     message.seconds = (performance.now() - times.first) / 1000;
@@ -166,21 +158,20 @@ function take(event, message, times) {
   arrived();
 }
 
-/** The line below an answer. */
-function finish(message, {sent, first, last, usage, cut, before, after}) {
+/** The line below an answer, of what the engine has counted and measured. */
+function finish(message, {first, end, cut, before, after}) {
   if (message.thoughts) message.seconds ??= (performance.now() - first) / 1000;
-  if (!usage) return;
-  const {prompt_tokens: prompt, completion_tokens: answer, prompt_tokens_details: details} = usage;
-  const cached = details?.cached_tokens;
-  const {accepted_prediction_tokens: right = 0, rejected_prediction_tokens: wrong = 0} =
-    usage.completion_tokens_details ?? {};
+  if (!end) return;
+  const {prompt_tokens: prompt, completion_tokens: answer} = end.usage, {timings} = end;
+  const {draft_n: drafts, draft_n_accepted: right, cache_n: cached} = timings;
   const experts = before && after ? after.used - before.used : 0;
   message.figures = [count(answer, "token"),
-    answer > 1 && last - first > ONE_PIECE && `${rounded(1000 * (answer - 1) / (last - first))} tokens/s`,
-    right + wrong > 0 && `accepted ${rounded(100 * right / (right + wrong))} %`,
+    timings.predicted_per_second && `${rounded(timings.predicted_per_second)} tokens/s`,
+    drafts && `accepted ${rounded(100 * right / drafts)} %`,
     experts > 0 && `${rounded(100 * (after.hits - before.hits) / experts)} % of experts on the card`,
-    first && `first after ${rounded((first - sent) / 1000)} s`,
-    `prompt ${prompt.toLocaleString("en")}` + (cached != null ? `, ${cached.toLocaleString("en")} cached` : ""),
+    `first after ${rounded((timings.wait_ms + timings.prompt_ms) / 1000)} s`,
+    `prompt ${prompt.toLocaleString("en")}, ${cached.toLocaleString("en")} cached, `
+      + `${rounded(timings.prompt_per_second)} tokens/s`,
     cut && "cut at its limit"].filter(Boolean).join(" · ");
 }
 

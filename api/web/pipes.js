@@ -7,15 +7,18 @@ const HUES = {dp4a: 190, dp2a: 205, imad: 220, fp32: 35, ffma: 15, half2: 330, h
 /** The meter of one answer. `update(counted)` shows what /pipes said while the answer was written. */
 function makeMeter() {
   const step = el("p"), bar = el("div", {class: "bar", role: "img"}), legend = el("ul", {class: "legend"});
-  const node = el("section", {class: "pipes", "aria-label": "Pipes of the card"}, bar,
-    el("details", null, el("summary", null, step), legend));
+  const details = el("details", null, el("summary", null, step), legend);
+  const missed = el("p", null, "No step of this answer was counted: it was over too soon.");
+  const node = el("section", {class: "pipes", "aria-label": "Pipes of the card"}, bar, details, missed);
   const parts = {};
   let shown = null;
   function update(counted) {
     node.hidden = !(counted && settings.showsPipes);
     if (node.hidden || counted === shown) return;
     shown = counted;
-    draw(counted, {step, bar, legend, parts});
+    missed.hidden = Boolean(counted.tokens);
+    bar.hidden = details.hidden = !missed.hidden;
+    if (missed.hidden) draw(counted, {step, bar, legend, parts});
   }
   return {node, update};
 }
@@ -25,7 +28,8 @@ function draw({tokens, launches, pipes, megabytes, card, estimated_seconds: seco
   const total = shown.reduce((sum, [, n]) => sum + n, 0), share = n => `${rounded(100 * n / total)} %`;
   step.textContent = `The last step counted, of ${count(tokens, "token")}: ${launches} launches, `
     + `${rounded(total / 1e6)} million instructions of warps, ${rounded(megabytes)} MB moved.`
-    + (seconds ? ` A ${card} would take ${rounded(1e6 * seconds)} µs, by estimate.` : "");
+    + (seconds ? ` A ${card} would take ${rounded(1e6 * seconds)} µs, by estimate.` : "")
+    + " Counting slows an answer down.";
   const colour = name => `oklch(.66 .11 ${HUES[name] ?? 0})`;
   for (const [name, n] of shown) {
     const part = parts[name] ??= bar.appendChild(el("div"));
@@ -46,18 +50,26 @@ function draw({tokens, launches, pipes, megabytes, card, estimated_seconds: seco
 async function watchPipes(own) {
   if (own.isCounting) return;
   own.isCounting = true;
-  while (settings.showsPipes && !$("show-pipes").hidden) {
-    const counted = await ask("pipes");
+  for (let isOver = false; !isOver && isCounting();) {
+    isOver = running !== own;
+    const counted = await ask("pipes") ?? (isOver && {tokens: 0});
     if (counted) {
       own.message.pipes = counted;
       turns.find(turn => turn.message === own.message)?.update();
       scrollDown();
-      if (running !== own) keep(own);
+      isOver = running !== own;
     }
-    if (running !== own) break;
-    await sleep(own.message.pipes ? 2 : .1);
+    if (!isOver) await sleep(own.message.pipes ? 2 : .1);
   }
+  if (running !== own) keep(own);
   own.isCounting = false;
+}
+
+const isCounting = () => Boolean(settings.showsPipes) && !$("show-pipes").hidden;
+
+/** Has the server compile what counts, before a short answer is over by then. */
+function expectPipes() {
+  if (isCounting() && !running) ask("pipes");
 }
 
 function showPipes() {
@@ -70,4 +82,5 @@ $("show-pipes").addEventListener("click", () => {
   set("showsPipes", !settings.showsPipes || undefined);
   showPipes();
   if (running) watchPipes(running);
+  expectPipes();
 });

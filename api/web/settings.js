@@ -74,6 +74,7 @@ async function watchHealth() {
       status = {ok: health.model + (isPutAway ? ", loaded when you ask" : ""), loading: "loading the model …",
                 draining: "is shutting down", error: health.error}[health.status];
       $("show-pipes").hidden = !health.counts_pipes;
+      expectPipes();
       countsExperts = health.counts_experts;
       sees = health.sees;
       if (!watching) showSuggestions(health.model);

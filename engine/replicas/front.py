@@ -302,7 +302,7 @@ class Link:
         for event in events:
             self._take(id, *event)
 
-    def _take(self, replica: str, id: int, counts: tuple[int, ...], told: list, end: tuple | None):
+    def _take(self, replica: str, id: int, counts: tuple[float, ...], told: list, end: tuple | None):
         job = self.jobs.get(id)
         if job is None or job.replica != replica:
             return                              # it was given up

@@ -83,7 +83,7 @@ class RemoteAnswer(RemoteJob, Answer):
         super().begin_again()
         self.n_again = 0
 
-    def hear(self, counts: tuple[int, ...], told: list[tuple]):
+    def hear(self, counts: tuple[float, ...], told: list[tuple]):
         """News of a replica. Raises Differs."""
         before = self.n_read
         for name, count in zip(COUNTS, counts, strict=True):
@@ -115,7 +115,7 @@ class RemoteTexts(RemoteJob, TextsJob):
         TextsJob.__init__(self, request)
         RemoteJob.__init__(self, link)
 
-    def hear(self, counts: tuple[int, ...], told: list):
+    def hear(self, counts: tuple[float, ...], told: list):
         for index, row in enumerate(told):
             self.land(index, row)
 

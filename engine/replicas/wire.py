@@ -19,7 +19,8 @@ GAP = 0.04                  # seconds between messages with nothing urgent: each
 NEXT_SECONDS = 5.0          # after which a front asks for the next stream, and so says that it lives
 WHOLE = "ended"             # the end of an answer that did not fail
 UNHEARD = "unheard", None, "it had not heard of this front for long"       # as `error_told` has errors
-COUNTS = "n_read", "n_cached", "keys_read", "keys_seen"     # of an Answer, as engine/request.py has them
+# Of an Answer, as engine/request.py has them.
+COUNTS = "n_read", "n_cached", "keys_read", "keys_seen", "waited", "first_after", "last_after"
 
 
 def packed(request: Request | TextsRequest) -> bytes:
@@ -30,7 +31,7 @@ def unpacked(data: bytes) -> Request | TextsRequest:
     return pickle.loads(data)
 
 
-def counts_told(job) -> tuple[int, ...]:
+def counts_told(job) -> tuple[float, ...]:
     """COUNTS of a job of any kind."""
     return tuple(getattr(job, name, 0) for name in COUNTS)
 

@@ -265,12 +265,13 @@ class EmulatedCard(Card):
         finally:
             self._log = None
 
-    def prepare_counting(self, recording):
-        """Compiles the code that counts a replay of `recording`. That may take seconds; the card may work meanwhile."""
+    def prepare_counting(self, recording, model):
+        """Compiles the code that counts a replay of `recording`, and what estimates for `model` need. That may take
+        seconds; the card may work meanwhile."""
         from kernels.emulated import counting
         for program in recording.programs:
             for launch in native.in_order(program):
-                counting.code_of(launch)
+                counting.prepare(launch, model)
 
     @contextmanager
     def checking(self):

@@ -54,17 +54,20 @@ from .watching import ATOMIC, COPY, LOCAL, OBSERVER, SHARED, WRITE, Watch, Watch
 # each granule of shared memory; and how many groups of copies each thread has committed. A granule is as large as the
 # kernel's smallest access.
 LANES, STATE, ARRAYS, VALUES, PHASES, SHADOWS, GROUPS = range(7)
-(N_ARRAYS, SHARED_BYTES, GRANULE_BITS, LOCAL_START, LOCAL_BYTES, WARP_NUMBER, EPOCH, CLOCK,
- ERROR, ACCESS, LANE, ADDRESS, OTHER_THREAD, OTHER_ACCESS, N_STATE) = range(15)
+(N_ARRAYS, SHARED_BYTES, GRANULE_BITS, LOCAL_START, LOCAL_BYTES, WARP_NUMBER, EPOCH, CLOCK, LATEST,
+ ERROR, ACCESS, LANE, ADDRESS, OTHER_THREAD, OTHER_ACCESS, N_STATE) = range(16)
 # In a row: the granule's last write and two reads. Each of them is thread + 1, the epoch (a number for each stretch
 # between barriers of a block), the warp's phase, and the access. The write also has its time and whether it was atomic.
 # A copy that may still be on its way is a write with the epoch ON_ITS_WAY, and has its group in place of the phase.
 WRITER, READER, OTHER_READER, TIME_OF_WRITE, ATOMIC_WRITE, SHADOW = 0, 4, 8, 12, 13, 14
 ON_ITS_WAY = -1
-MISALIGNED, OUTSIDE, RACE, DIVERGENT = 1, 2, 3, 4
+MISALIGNED, OUTSIDE, RACE, DIVERGENT, ENDLESS = 1, 2, 3, 4, 5
+# What goes beyond is taken for a loop that never ends: accesses and rounds of loops of a warp between two barriers,
+# some ten seconds of checks, and barriers of a block.
+MOST_ACCESSES, MOST_BARRIERS = 1 << 26, 1 << 17
 # Kinds beside those of watching.py. BARRIER: the mask is the missing lanes. WAIT: for all groups of copies but as many
-# as the size says.
-BARRIER, COMMIT, WAIT = 64, 128, 256
+# as the size says. ROUND: of a loop.
+BARRIER, COMMIT, WAIT, ROUND = 64, 128, 256, 512
 
 
 # ---- the code that checks ----------------------------------------------------------------------------------
@@ -155,6 +158,8 @@ class Checking(Watching):
         if block.end is not None and is_barrier(block.end):
             self.barriers.append((len(self.resumes) + 1, block.end.line))
             self._check_everyone_is_here(block, block.end)
+        if block.index in self.flow.loops:
+            self.tell_observer(block.end or block.instrs[-1], 1, ROUND, self.mask or "-1")
         super()._terminate(block)
 
     def _check_everyone_is_here(self, block, instr):
@@ -176,7 +181,8 @@ class Checking(Watching):
 
 def access_bytes(instr):
     """The bytes that one lane reads or writes."""
-    return SIZES.get(instr.mods[-1], 1) * (4 if "v4" in instr.mods else 2 if "v2" in instr.mods else 1)
+    size = SIZES.get(instr.mods[-1], 1) if instr.mods else 1
+    return size * (4 if "v4" in instr.mods else 2 if "v2" in instr.mods else 1)
 
 
 def space_of(instr):
@@ -293,6 +299,10 @@ def check_access(watch, access, size, kind, mask, shared):
     for lane in range(WARP):
         if not mask >> lane & 1:
             continue
+        if state[CLOCK] > state[LATEST]:
+            return fail(state, ENDLESS, access, lane, 0)
+        if kind & ROUND:
+            return 0
         if kind & BARRIER:
             return fail(state, DIVERGENT, access, lane, 0)
         address = lanes[lane]
@@ -385,7 +395,11 @@ class _Run:
         self._tell("barriers", f"{BARRIERS_BYTES}x")
         self.shared[:], self.local[:], self.shadows[:] = 0xFF, 0xFF, 0
         at = dict.fromkeys(range(self.code.n_warps), 0)     # warp -> the barrier it waits at; 0: none yet
+        last_epoch = self.state[EPOCH] + MOST_BARRIERS
         while at:
+            if self.state[EPOCH] > last_epoch:
+                raise KernelFault(f"{self.explain_barriers(at)}, and was at {MOST_BARRIERS:,} before: "
+                                  "does its loop end?")
             self.state[EPOCH] += 1
             for warp in self.card.random.sample(list(at), len(at)):
                 at[warp] = self.step(warp, at[warp])
@@ -396,7 +410,7 @@ class _Run:
 
     def step(self, warp, resume):
         """Runs a warp on from `resume`; what the warp returns."""
-        self.state[WARP_NUMBER] = warp
+        self.state[[WARP_NUMBER, LATEST]] = warp, self.state[CLOCK] + MOST_ACCESSES
         result = self.warp(self.context, warp, resume & ~GIVES_WAY)
         if result < 0:
             raise KernelFault(self.explain())
@@ -424,6 +438,9 @@ class _Run:
         head = f"{self.launch.name} ({self.file}, line {line}), block {self.number}, thread {thread}"
         if error == DIVERGENT:
             return f"{head}: does not take part in a barrier at which other lanes of its warp wait (`{text}`)"
+        if error == ENDLESS:
+            return (f"{head}: is still here after {MOST_ACCESSES:,} accesses and rounds: does the loop end?\n"
+                    f"    line {line}: {source_line(self.file, line)}")
         what = f"{_verb(text)} {nbytes} bytes at {address:#x}, {self.where(address, space)}"
         if error == MISALIGNED:
             what += f": not a multiple of {nbytes}"
@@ -437,7 +454,7 @@ class _Run:
     def explain_barriers(self, at):
         waiting = ", ".join(f"warp {warp} in line {self.barriers[at[warp]]}" for warp in sorted(at))
         where = f"{self.launch.name} ({self.file}), block {self.number}"
-        return f"{where}: waits at different barriers, {waiting}"
+        return f"{where}: waits at {'different barriers' if len(set(at.values())) > 1 else 'a barrier'}, {waiting}"
 
     def thread(self, number):
         """(x, y, z) of a thread of the block."""

@@ -11,6 +11,7 @@ branch does not count, and the instruction does not count when no lane runs it. 
 caller.
 """
 
+import contextlib
 import functools
 import re
 import threading
@@ -224,6 +225,13 @@ def run(launch, allocations):
 
 
 _registers = functools.cache(registers_used)
+
+
+def prepare(launch, model):
+    """Compiles what counts a native.Launch, and lets ptxas tell its registers on a CardModel, if there is a ptxas."""
+    code = code_of(launch)
+    with contextlib.suppress(RuntimeError):
+        _registers(code.kernel.ptx, model.cc)
 
 
 # ---- tables ------------------------------------------------------------------------------------------------

@@ -46,7 +46,7 @@ OUTPUTS = {"out": SLOTS, "scatter": SCATTER, "permuted": None, "sums": None}    
 
 DTYPE = {"i": np.int32, "u": np.uint32, "f": np.float32, "h": np.uint32, "b": np.bool_}
 NUMBA = {"i": "int32", "u": "uint32", "f": "float32", "h": "uint32"}
-RECORDED = 300                              # seeds below make the kernels of benchmarks/results.md; later ones hold more
+RECORDED = 300                  # seeds below make the kernels of benchmarks/results.md; later ones hold more
 VARIABLES = {"i": ("i0", "i1", "i2"), "u": ("u0", "u1", "u2"), "f": ("f0", "f1", "f2"), "h": ("h0", "h1")}
 
 
@@ -465,7 +465,8 @@ class Match:
         part = sum(1 << lane for lane in range(0, 32, self.step))
         return [f"part = uint32(mask & ({part} << (lane & {self.step - 1})))",
                 f"{self.target} = uint32(cuda.match_any_sync(part, int32({self.word.text})))",
-                f"{self.target} = uint32({self.target} * uint32(31) + uint32(cuda.ballot_sync(part, {self.target} == part)))"]
+                f"{self.target} = uint32({self.target} * uint32(31) "
+                f"+ uint32(cuda.ballot_sync(part, {self.target} == part)))"]
 
     def run(self, machine, mask):
         word, warp = self.word.value(machine), machine.bid * 64 + machine.tid // 32

@@ -10,6 +10,7 @@ from numba import cuda, float32, int32, uint32, uint64
 
 import qengine
 from kernels.card import LaunchError
+from kernels.emulated import checking
 from kernels.intrinsics import (commit_copies, global_address, load_shared4, load_words4, shared_address, start_copy,
                                 wait_for_copies, warp_sum)
 from kernels.open import open_cards
@@ -41,6 +42,56 @@ def fault(card, kernel, grid, block, *args, shared=0):
 def passes(card, kernel, grid, block, *args, shared=0):
     card.launch(kernel, grid, block, *args, shared=shared)
     card.synchronize()
+
+
+# ---- loops that never end ----------------------------------------------------------------------------------
+
+@cuda.jit
+def forgotten_step(y, x, n):
+    b, total = uint32(0), float32(0.0)
+    while b < n:  # fault
+        total += x[b]
+    y[cuda.threadIdx.x] = total
+
+
+@cuda.jit
+def forgotten_step_between_barriers(y, n):
+    b = uint32(0)
+    while b < n:
+        y[cuda.threadIdx.x] = float32(1.0)
+        cuda.syncthreads()
+
+
+def test_a_loop_that_never_ends(checked, monkeypatch):
+    monkeypatch.setattr(checking, "MOST_ACCESSES", 100_000)
+    y, x = checked.zeros(64, np.float32), checked.zeros(64, np.float32)
+    message = fault(checked, forgotten_step, 2, 64, y, x, 8)
+    assert re.search(r"thread \((0|32), 0, 0\): is still here after 100,000 accesses and rounds: does", message)
+    assert message.endswith("while b < n:  # fault")
+
+
+def test_a_loop_with_barriers_that_never_ends(checked, monkeypatch):
+    monkeypatch.setattr(checking, "MOST_BARRIERS", 1000)
+    checked.launch(forgotten_step_between_barriers, 2, 64, checked.zeros(64, np.float32), 8)
+    with pytest.raises(LaunchError, match=r"waits at a barrier, warp 0 in line \d+, warp 1 in line \d+, and was at "
+                                          "1,000 before: does its loop end"):
+        checked.synchronize()
+
+
+def test_a_long_loop_that_ends(checked, monkeypatch):
+    """What a warp does counts from barrier to barrier, and each warp and each launch for itself."""
+    monkeypatch.setattr(checking, "MOST_ACCESSES", 300)
+    y = checked.zeros(64, np.float32)
+    for _ in range(3):
+        passes(checked, ones_between_barriers, 4, 64, y, 200)
+
+
+@cuda.jit
+def ones_between_barriers(y, n):
+    for _ in range(n):
+        for _ in range(8):
+            y[cuda.threadIdx.x] += float32(1.0)
+        cuda.syncthreads()
 
 
 # ---- addresses ---------------------------------------------------------------------------------------------

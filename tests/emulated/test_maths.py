@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from numba import cuda
 
-EDGES = [0.0, -0.0, 1.0, -1.0, 0.5, -0.5, 2.0, 1e-30, -1e-30, 1e30, -1e30, 105615.0, 3.4e38, 1e-44, np.inf, -np.inf, np.nan]
+EDGES = [0.0, -0.0, 1.0, -1.0, 0.5, -0.5, 2.0, 1e-30, -1e-30, 1e30, -1e30, 105615.0, 3.4e38, 1e-44, np.inf, -np.inf,
+         np.nan]
 LARGE = [1e3, 4e4, 48039.0, 2e5, 1e7, 6381956970095103.0 * 2.0**61, 2.0**100, 1.7e38]
 UNARY = ["sin", "cos", "tan", "asin", "acos", "atan", "sinh", "cosh", "tanh", "asinh", "acosh", "atanh", "exp", "exp2",
          "expm1", "log", "log2", "log10", "log1p", "sqrt", "ceil", "floor", "trunc", "erf", "erfc", "gamma", "lgamma",

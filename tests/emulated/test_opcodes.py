@@ -257,8 +257,8 @@ def test_directed_rounding(name, kind, mode, uniform, target):
         inputs = [abs(x) for x in inputs]
     if name in ("add", "sub"):
         inputs[1][:4] = inputs[0][:4] * (-1 if name == "add" else 1)
-    out = run(f"{name}.{mode}.{kind} %out, {', '.join(f'%in{i}' for i in range(n))};", (kind,) * n, kind, inputs, uniform,
-              target)
+    line = f"{name}.{mode}.{kind} %out, {', '.join(f'%in{i}' for i in range(n))};"
+    out = run(line, (kind,) * n, kind, inputs, uniform, target)
     zero = -0.0 if mode == "rm" else 0.0            # of a number and its opposite
     values = [operation(*(Fraction(float(x)) for x in numbers)) for numbers in zip(*inputs)]
     same(out, [rounded(value, kind, mode) if value else zero for value in values], kind)
@@ -391,7 +391,8 @@ def test_comparisons(kind, uniform, target):
     if floating:
         cases += [(name + "u", result | nan) for name, result in cases] + [("num", ~nan), ("nan", nan)]
     if kind[0] == "u":
-        cases += [(name, COMPARISONS[to](x, y)) for name, to in (("lo", "lt"), ("ls", "le"), ("hi", "gt"), ("hs", "ge"))]
+        cases += [(name, COMPARISONS[to](x, y))
+                  for name, to in (("lo", "lt"), ("ls", "le"), ("hi", "gt"), ("hs", "ge"))]
     for name, result in cases:
         lines.append(f"setp.{name}.{kind} %p0, %in0, %in1; selp.b32 %r9, {1 << bit}, 0, %p0; or.b32 %out, %out, %r9;")
         expected |= result.astype(np.uint32) << np.uint32(bit)
@@ -403,8 +404,10 @@ def test_comparisons(kind, uniform, target):
 @EVERY_WAY
 def test_combined_predicates(uniform, target):
     a, b = words("u32", 1), words("u32", 2)
-    lines = """setp.lt.u32 %p0|%p1, %in0, %in1; setp.gt.and.u32 %p2|%p3, %in0, 100, %p0; setp.eq.xor.u32 %p4, %in1, 31, %p1;
-    selp.b32 %out, 1, 0, %p2; selp.b32 %r9, 2, 0, %p3; or.b32 %out, %out, %r9; selp.b32 %r9, 4, 0, %p4; or.b32 %out, %out, %r9;
+    lines = """setp.lt.u32 %p0|%p1, %in0, %in1; setp.gt.and.u32 %p2|%p3, %in0, 100, %p0;
+    setp.eq.xor.u32 %p4, %in1, 31, %p1;
+    selp.b32 %out, 1, 0, %p2; selp.b32 %r9, 2, 0, %p3; or.b32 %out, %out, %r9; selp.b32 %r9, 4, 0, %p4;
+    or.b32 %out, %out, %r9;
     and.pred %p5, %p2, %p4; not.pred %p6, %p5; selp.b32 %r9, 8, 0, %p6; or.b32 %out, %out, %r9;"""
     p0, p1 = a < b, a >= b
     p2, p3, p4 = (a > 100) & p0, ~(a > 100) & p0, (b == 31) ^ p1
@@ -436,12 +439,14 @@ def test_set_and_lop3_and_packs(uniform, target):
     ("sub.rn.f32 %f1, %in0, %in0; setp.nan.f32 %p1, %f1, %f1; selp.f32 %out, %in1, %f1, %p1;", "f32", 0xFFC01234),
     ("sub.rn.f32 %f1, %in0, %in0; copysign.f32 %out, %f1, %in0;", "f32", 0x7F800000),
     ("min.f32 %out, %in1, %in1;", "f32", 0x7FFFFFFF),
-    ("sub.rn.f32 %f1, %in0, %in0; mov.u32 %r9, 0; AGAIN: add.rn.f32 %f1, %f1, %f1; add.u32 %r9, %r9, 1; mov.f32 %f2, %f1;"
+    ("sub.rn.f32 %f1, %in0, %in0; mov.u32 %r9, 0; AGAIN: add.rn.f32 %f1, %f1, %f1; add.u32 %r9, %r9, 1; "
+     "mov.f32 %f2, %f1;"
      "setp.lt.u32 %p1, %r9, 3; @%p1 bra AGAIN; mov.b32 %out, %f2;", "u32", 0x7FFFFFFF),
     ("sub.rn.f32 %f1, %in0, %in0; mov.b32 %r1, %f1; shfl.sync.bfly.b32 %r2|%p1, %r1, 1, 31, -1; mov.b32 %f2, %r2;"
      "add.rn.f32 %f3, %f1, %f2; mov.b32 %r3, %f3; xor.b32 %r2, %r2, %r3; add.u32 %out, %r2, 1;", "u32", 1),
     ("mov.b32 %r1, %in1; shfl.sync.bfly.b32 %out, %r1, 1, 31, -1;", "u32", 0xFFC01234),
-    ("cvt.rn.f16.f32 %out, %in1;", "f16", 0x7FFF), ("cvt.rn.f16.f32 %h1, %in0; sub.rn.f16 %out, %h1, %h1;", "f16", 0x7FFF),
+    ("cvt.rn.f16.f32 %out, %in1;", "f16", 0x7FFF),
+    ("cvt.rn.f16.f32 %h1, %in0; sub.rn.f16 %out, %h1, %h1;", "f16", 0x7FFF),
     ("cvt.rn.f16.f32 %h1, %in0; sub.rn.f16 %h2, %h1, %h1; cvt.f32.f16 %out, %h2;", "f32", 0x7FFFFFFF),
     ("mov.u32 %r1, 0x7C003C00; mul.rn.f16x2 %out, %r1, 0;", "u32", 0x7FFF0000),
     ("mov.u32 %r1, 0xFE013C00; max.f16x2 %out, %r1, %r1;", "u32", 0x7FFF3C00)])

@@ -51,7 +51,8 @@ def test_loads_and_stores(case, kind, n, masked, target):
     """Copies elements from an address pattern to the same pattern elsewhere; lanes at rest must change nothing."""
     lines, place = ADDRESSES[case]
     size = int(kind[1:]) // 8
-    registers = [f"%{'h' if size <= 2 else 'f' if kind == 'f32' else 'r' if size == 4 else 'rd'}{20 + i}" for i in range(n)]
+    letters = "h" if size <= 2 else "f" if kind == "f32" else "r" if size == 4 else "rd"
+    registers = [f"%{letters}{20 + i}" for i in range(n)]
     values = registers[0] if n == 1 else f"{{{', '.join(registers)}}}"
     vector = f".v{n}" if n > 1 else ""
     guard = "setp.lt.u32 %p1, %r1, 5; setp.eq.u32 %p2, %r1, 9; or.pred %p1, %p1, %p2; @!%p1 bra END;" if masked else ""
@@ -96,7 +97,8 @@ def test_local_shared_and_constant_memory(target):
 
 def test_dynamic_shared_memory_follows_static():
     out = np.zeros(1, np.uint32)
-    body = """ld.param.u64 %rd1, [p0]; mov.u64 %rd2, fixed; mov.u64 %rd3, dynamic; sub.s64 %rd4, %rd3, %rd2; cvt.u32.u64 %r1, %rd4;
+    body = """ld.param.u64 %rd1, [p0]; mov.u64 %rd2, fixed; mov.u64 %rd3, dynamic; sub.s64 %rd4, %rd3, %rd2;
+    cvt.u32.u64 %r1, %rd4;
     st.shared.u32 [dynamic+60], %r1; ld.shared.u32 %r2, [dynamic+60]; st.global.u32 [%rd1], %r2;"""
     variables = ".shared .align 4 .b8 fixed[20];\n.extern .shared .align 16 .b8 dynamic[];"
     launch(module(body, ["u64"], variables=variables), (1,), (1,), out, shared_bytes=64)
@@ -105,7 +107,8 @@ def test_dynamic_shared_memory_follows_static():
 
 @TARGETS
 @pytest.mark.parametrize("operation, kind, start, value, expected", [
-    ("add", "u32", 5, lambda i: i, 5 + 496), ("min", "s32", 7, lambda i: i - 9, 2**32 - 9), ("max", "u32", 7, lambda i: i, 31),
+    ("add", "u32", 5, lambda i: i, 5 + 496), ("min", "s32", 7, lambda i: i - 9, 2**32 - 9),
+    ("max", "u32", 7, lambda i: i, 31),
     ("and", "b32", 0xFF, lambda i: 0xF0 | i, 0xF0), ("or", "b32", 0, lambda i: 1 << i, 2**32 - 1),
     ("xor", "b32", 0, lambda i: i, 0), ("exch", "b32", 1, lambda i: i + 3, 34), ("inc", "u32", 3, lambda i: 9, 5),
     ("dec", "u32", 3, lambda i: 9, 1)])
@@ -146,7 +149,8 @@ def shuffled(how, lane, by, clamp):
 def test_shuffles(how, by, clamp, constant, target):
     amount = f"mov.u32 %r4, {by};" if constant else f"ld.global.u32 %r4, [%rd2+{4 * by}];"
     got = warp(f"""mul.lo.s32 %r2, %r1, %r1; add.s32 %r2, %r2, 3; {amount} mov.u32 %r5, {clamp};
-    shfl.sync.{how}.b32 %r3|%p1, %r2, %r4, %r5, -1; selp.b32 %r6, 65536, 0, %p1; add.s32 %r9, %r3, %r6;""", target=target)
+    shfl.sync.{how}.b32 %r3|%p1, %r2, %r4, %r5, -1; selp.b32 %r6, 65536, 0, %p1;
+    add.s32 %r9, %r3, %r6;""", target=target)
     pairs = [shuffled(how, lane, by, clamp) for lane in range(32)]
     assert got.tolist() == [j * j + 3 + 65536 * inside for j, inside in pairs]
 
@@ -163,7 +167,8 @@ def test_shuffles_of_what_all_lanes_have(how, target):
 
 @TARGETS
 def test_shuffle_by_an_amount_of_each_lane(target):
-    got = warp("xor.b32 %r2, %r1, 85; mul.lo.s32 %r4, %r1, %r1; shfl.sync.idx.b32 %r9, %r2, %r4, 31, -1;", target=target)
+    got = warp("xor.b32 %r2, %r1, 85; mul.lo.s32 %r4, %r1, %r1; shfl.sync.idx.b32 %r9, %r2, %r4, 31, -1;",
+               target=target)
     assert (got == (LANES * LANES % 32 ^ 85)).all()
 
 
@@ -247,7 +252,8 @@ def test_a_pair_of_words_may_be_multiplied_twice(target):
 def test_dot_products_of_16_byte_loads_into_registers_that_are_written_again(how, target):
     data = np.random.default_rng(0).integers(0, 2**32, 512, np.uint32)
     again = {"another load": "ld.global.v4.u32 {%r2, %r3, %r4, %r5}, [%rd3+1024];", "one word": "mov.u32 %r4, %r12;",
-             "lanes at rest": "setp.gt.u32 %p1, %r1, 6; @%p1 bra ON; ld.global.v4.u32 {%r2, %r3, %r4, %r5}, [%rd3+1024];"
+             "lanes at rest": "setp.gt.u32 %p1, %r1, 6; @%p1 bra ON; "
+                              "ld.global.v4.u32 {%r2, %r3, %r4, %r5}, [%rd3+1024];"
                               "ON:"}
     got = warp(f"""mad.wide.u32 %rd3, %r1, 16, %rd2; ld.global.v4.u32 {{%r2, %r3, %r4, %r5}}, [%rd3];
     ld.global.v4.u32 {{%r12, %r13, %r14, %r15}}, [%rd3+512]; {again[how]} dp4a.s32.s32 %r20, %r2, %r12, 5;
@@ -350,7 +356,8 @@ def collatz(n):
 @TARGETS
 def test_early_returns_and_incomplete_warps_pass_barriers(target):
     """75 threads; those from 70 on leave; the others reverse their numbers through shared memory, twice."""
-    got = warp("""mov.u32 %r9, 0; setp.ge.u32 %p1, %r1, 70; @%p1 bra END; mov.u64 %rd3, board; mov.u32 %r5, 0; mov.u32 %r6, %r1;
+    got = warp("""mov.u32 %r9, 0; setp.ge.u32 %p1, %r1, 70; @%p1 bra END; mov.u64 %rd3, board; mov.u32 %r5, 0;
+    mov.u32 %r6, %r1;
     AGAIN: mad.wide.u32 %rd4, %r1, 4, %rd3; st.shared.u32 [%rd4], %r6; bar.sync 0; sub.s32 %r2, 69, %r1;
     mad.wide.u32 %rd5, %r2, 4, %rd3; ld.shared.u32 %r6, [%rd5]; bar.sync 0; add.s32 %r5, %r5, 1; add.s32 %r6, %r6, 100;
     setp.lt.u32 %p2, %r5, 2; @%p2 bra AGAIN; mov.u32 %r9, %r6; END:""", target=target, block=(75,),
@@ -371,7 +378,8 @@ def test_thread_indices(block, target):
 
 def test_many_blocks_on_several_workers():
     out = np.zeros(1000 * 64, np.uint32)
-    body = """ld.param.u64 %rd1, [p0]; mov.u32 %r1, %ctaid.x; mov.u32 %r2, %ctaid.y; mov.u32 %r3, %nctaid.x; mad.lo.s32 %r4, %r2, %r3, %r1;
+    body = """ld.param.u64 %rd1, [p0]; mov.u32 %r1, %ctaid.x; mov.u32 %r2, %ctaid.y; mov.u32 %r3, %nctaid.x;
+    mad.lo.s32 %r4, %r2, %r3, %r1;
     mov.u32 %r5, %tid.x; mad.lo.s32 %r6, %r4, 64, %r5; mad.wide.u32 %rd2, %r6, 4, %rd1; st.global.u32 [%rd2], %r6;"""
     kernel = native.NativeKernel(module(body, ["u64"]))
     run = kernel.prepare((50, 20), (64,), out.ctypes.data.to_bytes(8, "little"))
@@ -383,12 +391,14 @@ def test_many_blocks_on_several_workers():
 
 @TARGETS
 def test_carries_go_on_and_multiply(target):
-    """Sum, difference and product plus sum of 64-bit numbers in words of 32 bits, mixed into one word; against Python."""
+    """Sum, difference and product plus sum of 64-bit numbers in words of 32 bits, mixed into one word; against
+    Python."""
     got = warp("""mov.u32 %r2, -1; sub.s32 %r3, %r2, %r1; mul.lo.s32 %r4, %r1, 305419896;
     add.cc.u32 %r5, %r3, %r4; addc.cc.u32 %r6, %r2, %r1; addc.u32 %r7, 0, 0;
     sub.cc.u32 %r10, %r4, %r3; subc.cc.u32 %r11, %r1, %r2; subc.u32 %r12, 0, 0;
     mad.lo.cc.u32 %r13, %r3, %r4, %r2; madc.hi.cc.u32 %r14, %r3, %r4, %r2; addc.u32 %r15, %r1, 0;
-    xor.b32 %r9, %r5, %r6; add.s32 %r9, %r9, %r7; xor.b32 %r10, %r10, %r11; sub.s32 %r9, %r9, %r10; add.s32 %r9, %r9, %r12;
+    xor.b32 %r9, %r5, %r6; add.s32 %r9, %r9, %r7; xor.b32 %r10, %r10, %r11; sub.s32 %r9, %r9, %r10;
+    add.s32 %r9, %r9, %r12;
     mad.lo.s32 %r9, %r9, 31, %r13; xor.b32 %r9, %r9, %r14; mad.lo.s32 %r9, %r9, 31, %r15;""", target=target)
     assert got.tolist() == [carried(i) for i in range(32)]
 
@@ -425,10 +435,12 @@ def test_votes_and_matches_among_some_lanes(masks, target):
                "by value": lambda i: sum(1 << j for j in range(32) if value(j) == value(i))}[masks]
     data = np.array([value(i) for i in range(32)] + [members(i) for i in range(32)], np.uint32)
     got = warp("""setp.gt.u32 %p5, %r1, 26; mov.u32 %r9, 0; @%p5 bra END; mad.wide.u32 %rd3, %r1, 4, %rd2;
-    ld.global.u32 %r2, [%rd3]; ld.global.u32 %r3, [%rd3+128]; setp.gt.u32 %p1, %r2, 3; vote.sync.ballot.b32 %r9, %p1, %r3;
+    ld.global.u32 %r2, [%rd3]; ld.global.u32 %r3, [%rd3+128]; setp.gt.u32 %p1, %r2, 3;
+    vote.sync.ballot.b32 %r9, %p1, %r3;
     vote.sync.any.pred %p2, %p1, %r3; vote.sync.all.pred %p3, %p1, %r3; vote.sync.uni.pred %p4, %p1, %r3;
     selp.b32 %r4, 3, 0, %p2; mad.lo.s32 %r9, %r9, 31, %r4; selp.b32 %r4, 5, 0, %p3; mad.lo.s32 %r9, %r9, 31, %r4;
-    selp.b32 %r4, 7, 0, %p4; mad.lo.s32 %r9, %r9, 31, %r4; match.any.sync.b32 %r4, %r2, %r3; mad.lo.s32 %r9, %r9, 31, %r4;
+    selp.b32 %r4, 7, 0, %p4; mad.lo.s32 %r9, %r9, 31, %r4; match.any.sync.b32 %r4, %r2, %r3;
+    mad.lo.s32 %r9, %r9, 31, %r4;
     cvt.u64.u32 %rd4, %r2; match.all.sync.b64 %r4|%p2, %rd4, %r3; mad.lo.s32 %r9, %r9, 31, %r4; selp.b32 %r4, 9, 0, %p2;
     mad.lo.s32 %r9, %r9, 31, %r4; END:""", target=target, inputs=data)
     for i in range(27):
@@ -451,7 +463,8 @@ def test_jumps_through_a_table(target):
 
 
 def test_the_clock_goes_on():
-    got = warp("mov.u64 %rd3, %clock64; bar.sync 0; mov.u64 %rd4, %clock64; setp.gt.u64 %p1, %rd4, %rd3; selp.b32 %r9, 1, 0, %p1;")
+    got = warp("mov.u64 %rd3, %clock64; bar.sync 0; mov.u64 %rd4, %clock64; "
+               "setp.gt.u64 %p1, %rd4, %rd3; selp.b32 %r9, 1, 0, %p1;")
     assert got.all()
 
 
@@ -483,10 +496,12 @@ def test_debugging_sections_are_skipped():
 
 @TARGETS
 def test_calls_are_inlined(target):
-    function = """.func (.param .b32 result) square_plus(.param .b32 a, .param .b32 b) { .reg .b32 %r<8>; .reg .pred %p<2>;
+    function = """.func (.param .b32 result) square_plus(.param .b32 a, .param .b32 b) { .reg .b32 %r<8>;
+    .reg .pred %p<2>;
     ld.param.u32 %r1, [a]; ld.param.u32 %r2, [b]; setp.gt.u32 %p1, %r1, 9; @%p1 bra BIG; mul.lo.s32 %r1, %r1, %r1;
     BIG: add.s32 %r3, %r1, %r2; st.param.b32 [result+0], %r3; ret; }"""
-    calls = "".join(f"""{{ .param .b32 param0; st.param.b32 [param0+0], %r{a}; .param .b32 param1; st.param.b32 [param1+0], {b};
+    calls = "".join(f"""{{ .param .b32 param0; st.param.b32 [param0+0], %r{a}; .param .b32 param1;
+    st.param.b32 [param1+0], {b};
     .param .b32 retval0; call.uni (retval0), square_plus, (param0, param1); ld.param.b32 %r{to}, [retval0+0]; }}"""
                     for a, b, to in ((1, 5, 2), (2, 7, 9)))
     got = warp(calls, target=target, variables=function)
@@ -500,7 +515,8 @@ def test_calls_may_pass_parameters_of_one_name_in_several_sizes(target):
     ld.param.b{0} %{1}1, [a]; add.s{0} %{1}2, %{1}1, 1; st.param.b{0} [result+0], %{1}2; ret; }}"""
     call = """{{ .param .b{0} param0; st.param.b{0} [param0+0], {1}; .param .b{0} retval0;
     call.uni (retval0), next{0}, (param0); ld.param.b{0} {1}, [retval0+0]; }}"""
-    lines = f"{call.format(32, '%r1')} cvt.u64.u32 %rd3, %r1; {call.format(64, '%rd3')} cvt.u32.u64 %r9, %rd3; sub.s32 %r1, %r1, 1;"
+    lines = (f"{call.format(32, '%r1')} cvt.u64.u32 %rd3, %r1; {call.format(64, '%rd3')} "
+             "cvt.u32.u64 %r9, %rd3; sub.s32 %r1, %r1, 1;")
     got = warp(lines, target=target, variables=function.format(32, "r") + function.format(64, "rd"))
     assert (got == LANES + 2).all()
 
@@ -554,7 +570,8 @@ def test_a_launch_that_stands_twice_runs_twice():
     "mov.u32 %r1, %mystery;", "mma.sync.aligned.m8n8k4.row.col.f32.f16.f16.f32 {%f1}, {%f2}, {%f3}, {%f4};",
     "cvt.f32.u64 %f1, %rd1;", "add.cc.f32 %f1, %f2, %f3;", "bar.red.popc.u32 %r1, 1, 64, %p1;",
         "dp4a.s32.u8 %r1, %r2, %r3, %r4;",
-    "shfl.up.b32 %r1, %r2, %r3, %r4;", "atom.global.add.v2.f32 %f1, [%rd1], %f2;", "tex.1d.v4.f32.s32 {%f1}, [%rd1, {%r1}];",
+    "shfl.up.b32 %r1, %r2, %r3, %r4;", "atom.global.add.v2.f32 %f1, [%rd1], %f2;",
+    "tex.1d.v4.f32.s32 {%f1}, [%rd1, {%r1}];",
     "call.uni unknown, ();", "setp.approximately.f32 %p1, %f1, %f2;", "wmma.load.a.sync %r1, [%rd1];"])
 def test_unknown_things_are_refused_by_name_and_line(line):
     with pytest.raises(Unsupported) as refusal:
@@ -621,7 +638,8 @@ def test_machine_code_is_of_the_sources_that_made_it(tmp_path, monkeypatch):
 
 
 def test_every_pattern_of_a_large_warp_count_is_exact():
-    """Random chains of integer instructions on the thread number agree with Python: the lane analysis is never wrong."""
+    """Random chains of integer instructions on the thread number agree with Python: the lane analysis is never
+    wrong."""
     random = np.random.default_rng(1)
     for _ in range(60):
         lines, value = ["mov.u32 %r2, %r1;"], np.arange(256, dtype=np.uint64)
@@ -629,12 +647,13 @@ def test_every_pattern_of_a_large_warp_count_is_exact():
             name = str(random.choice(["add", "sub", "mul.lo", "and", "or", "xor", "shl", "shr", "shr.s"]))
             c = int(random.choice([1, 2, 3, 5, 16, 31, 32, 0xFFFFFFFE, 0xFFFFFFE0, 7, 63])) if "sh" not in name else \
                 int(random.integers(0, 9))
-            kind = {"and": "b32", "or": "b32", "xor": "b32", "shl": "b32", "shr": "u32", "shr.s": "s32"}.get(name, "u32")
+            kind = {"and": "b32", "or": "b32", "xor": "b32", "shl": "b32", "shr.s": "s32"}.get(name, "u32")
             lines.append(f"{re.sub('[.]s$', '', name)}.{kind} %r2, %r2, {c};")
             value = {"add": lambda v: v + c, "sub": lambda v: v - c, "mul.lo": lambda v: v * c, "and": lambda v: v & c,
                      "or": lambda v: v | c, "xor": lambda v: v ^ c, "shl": lambda v: v << c, "shr": lambda v: v >> c,
                      "shr.s": lambda v: (v.astype(np.uint32).view(np.int32) >> c).view(np.uint32).astype(np.uint64),
-                     }[name](value.astype(np.uint64) if name != "sub" else value + np.uint64(1 << 32)) & np.uint64(0xFFFFFFFF)
+                     }[name](value.astype(np.uint64) if name != "sub" else value + np.uint64(1 << 32))
+            value = value & np.uint64(0xFFFFFFFF)
             # Each step in a register of its own: several definitions of one would be joined to a vector.
             lines[-1] = lines[-1].replace("%r2", f"%r{len(lines) + 10}", 1).replace("%r2", f"%r{len(lines) + 9}")
         lines[0] = "mov.u32 %r11, %r1;"

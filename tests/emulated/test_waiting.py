@@ -235,7 +235,8 @@ def test_a_block_may_wait_for_another_that_runs():
     """The later block, on another worker or after the earlier."""
     out = np.zeros(2, np.uint32)
     body = """ld.param.u64 %rd1, [p0]; mov.u32 %r1, %ctaid.x; setp.eq.u32 %p1, %r1, 0; @%p1 bra FIRST;
-    AGAIN: ld.volatile.global.u32 %r2, [%rd1]; setp.eq.u32 %p2, %r2, 0; @%p2 bra AGAIN; st.global.u32 [%rd1+4], %r2; bra END;
+    AGAIN: ld.volatile.global.u32 %r2, [%rd1]; setp.eq.u32 %p2, %r2, 0; @%p2 bra AGAIN; st.global.u32 [%rd1+4], %r2;
+    bra END;
     FIRST: st.global.u32 [%rd1], 7; END:"""
     kernel = native.NativeKernel(module(body, ["u64"]))
     for workers in (1, 2):
