@@ -194,7 +194,7 @@ class StageCosts:
         `start`. A draft block counts with the last one."""
         at_peak = rows * self.work.row_operations / self.speed.dot      # `pass_seconds` is 0 for a model in float32
         products = max(self.pass_seconds(rows), at_peak) / self.work.row_operations
-        attention = context_seconds(rows * keys_read(start + rows // 2, is_sparse), self.speed)
+        attention = context_seconds(rows * attended(start + rows // 2, is_sparse), self.speed)
         found = [products * each.row_operations + attention * each.context_operations for each in layers]
         found[-1] += products * (self.work.row_operations - sum(each.row_operations for each in layers))
         return found
@@ -228,7 +228,7 @@ def context_seconds(operations: int, speed: probe.Speed) -> float:
     return operations / speed.half2 / ATTENTION_SHARE
 
 
-def keys_read(context: int, is_sparse: bool) -> int:
+def attended(context: int, is_sparse: bool) -> int:
     """How many keys a row of a prompt reads that has so many tokens before it; in a sparse prompt, about as many as it
     may, with what the choice takes."""
     return block_sparse.keys_worth(context) if is_sparse else context
@@ -254,7 +254,7 @@ def slowest_seconds(costs: list[StageCosts]):
         return max([each.pass_seconds(rows) for each in costs] + hops)
 
     return lambda rows, context, is_sparse=False: (
-        without_context(rows) + attention * rows * keys_read(context, is_sparse))
+        without_context(rows) + attention * rows * attended(context, is_sparse))
 
 
 def choose_rows(start: int, end: int, limit: int, n_stages: int, slowest, last: int = 0) -> int:
