@@ -1565,16 +1565,17 @@ class Pipeline:
         """Queue n_pieces more of a pass that `prefill` has begun, or all that are left. A task that gives the Span."""
         return self.last.worker.post(self.last.continue_prompt, n_pieces)
 
-    def piece_seconds(self, rows: int, start: int) -> list[float]:
+    def piece_seconds(self, rows: int, start: int, is_sparse: bool = False) -> list[float]:
         """About how long each piece of a pass takes. Decode steps may run between two pieces. On one card each layer is
         a piece. Several cards hand on whole passes, so there a pass is one piece."""
         if len(self.stages) > 1:
-            return [self.slowest(rows, start)]
-        return self.last.costs.layer_seconds(rows, start, self.last.layer_works)
+            return [self.slowest(rows, start, is_sparse)]
+        return self.last.costs.layer_seconds(rows, start, self.last.layer_works, is_sparse)
 
-    def pass_rows(self, start: int, end: int, limit: int, last: int) -> int:
+    def pass_rows(self, start: int, end: int, limit: int, last: int, is_sparse: bool = False) -> int:
         """Tokens of the next pass over a prompt, as `choose_rows`."""
-        return choose_rows(start, end, limit, len(self.stages), self.slowest, last)
+        slowest = functools.partial(self.slowest, is_sparse=is_sparse)
+        return choose_rows(start, end, limit, len(self.stages), slowest, last)
 
     def sample_row(self, row: int, answer, n_drafts: int = 0, log_probs: bool = False) -> Tokens:
         """The first token of an answer, from row `row` of the pass queued last. answer: its record, see `answer_of`,
@@ -1842,9 +1843,10 @@ class Scheduler(Rounds):
 
     def _plan_pass(self, sequence: Sequence) -> Progress:
         """The next pass of a prompt. Passes start at multiples of 64, so no result depends on their size."""
-        start, seconds = sequence.n_computed, self.pipeline.piece_seconds
-        limit = self.turns.most_rows(self.chunk, lambda rows: seconds(rows, start), self._has_answers())
-        sequence.last_pass = self.pipeline.pass_rows(start, sequence.n_prompt, limit, sequence.last_pass)
+        start, is_sparse = sequence.n_computed, sequence.generation.is_sparse
+        seconds = lambda rows: self.pipeline.piece_seconds(rows, start, is_sparse)
+        limit = self.turns.most_rows(self.chunk, seconds, self._has_answers())
+        sequence.last_pass = self.pipeline.pass_rows(start, sequence.n_prompt, limit, sequence.last_pass, is_sparse)
         end = start + sequence.last_pass
         if sequence.pictures and (placed := sequence.pictures.place(start, end, self.pipeline.gallery, self._ahead())):
             return Progress(sequence, start, start, [], self.pipeline.encoding_seconds(placed), placed)
@@ -1852,7 +1854,7 @@ class Scheduler(Rounds):
         marks = [at for at in sequence.marks if start < at <= end]
         numbers = [number for _ in marks if (number := self.cache.take_number()) is not None]
         return Progress(sequence, start, end, list(zip(marks[len(marks) - len(numbers):], numbers)),
-                        self.pipeline.piece_seconds(end - start, start))
+                        seconds(end - start))
 
     def _ahead(self) -> list:
         """The pictures that running prompts are still going to show."""

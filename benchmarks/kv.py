@@ -2,19 +2,29 @@
 
     python -m benchmarks.kv speeds [MODEL] [--formats q8 q8+3 ...] [--contexts N ...] [--prompts N ...] [--card CARD]
     python -m benchmarks.kv long [MODEL] [--kv q8+3] [--tokens N] [--memory GB] [--card CARD]
+    python -m benchmarks.kv all [--seconds 400]
 
 speeds      Tokens per second of decoding at these contexts, and of prompts of these lengths: float16 and another format
             in turns, so that both see the same clocks and neighbours. The best of the rounds, and how many times as
             fast as float16 beside it.
 long        A prompt of so many tokens, in so much memory of the card: tokens per second up to each quarter of it, and
-            memory. Then another one, which is cancelled while it is read: seconds until it has ended, and until a short
-            request behind it has its first token.
+            of its answer, and memory. Then another one, which is cancelled while it is read: seconds until it has
+            ended, and until a short request behind it has its first token.
+all         What a card is to be asked of long contexts, part by part, in so many seconds: 262,144 tokens in 16 GB,
+            speeds of all formats, sparse prompts (benchmarks/sparse.py), and the tests of these kernels. A part that
+            fails or takes too long does not keep the next ones from running. At the end, the last lines of each.
 
-Contexts are made up, see cli/bench.py. Each prints a Markdown table for results.md.
+Contexts are made up, see cli/bench.py. Each but the last prints a Markdown table for results.md.
 """
 
 import argparse
+import os
+import signal
+import subprocess
+import sys
+import tempfile
 import time
+from typing import NamedTuple
 
 import numpy as np
 
@@ -31,7 +41,8 @@ from kernels.open import open_cards
 ROUNDS = 4
 QUARTERS = 4
 SECONDS_BEFORE_CANCEL = 3.0
-ANSWER = 8                  # tokens
+ANSWER = 64                 # tokens
+PROCESSORS = 10             # that compile at a time in `all`: more of them ran into their limits
 
 
 # ---- speeds ------------------------------------------------------------------------------------------------
@@ -90,8 +101,11 @@ def long(options):
           f"{options.products}, passes of {engine.scheduler.chunk:,} tokens; {show_bytes(free - card.free_bytes)} "
           "taken", flush=True)
     ids = rng.integers(0, engine.config.n_vocab, (2, options.tokens)).tolist()
-    for n, seconds in quarters(engine, ids[0]):
+    generation = engine.submit(Request(ids[0], max_tokens=ANSWER, ignore_eos=True))
+    for n, seconds in quarters(generation, options.tokens):
         print(f"| {n:,} | {n / seconds:,.0f} tokens/s | {seconds:.1f} s |", flush=True)
+    times = generation.token_times
+    print(f"decode behind them: {(len(times) - 1) / (times[-1] - times[0]):.1f} tokens/s")
     print(f"most memory taken: {show_bytes(free - card.free_bytes)}")
     ended, answered = cancelled(engine, ids[1])
     print(f"cancelled after {SECONDS_BEFORE_CANCEL:.0f} s: ended after {ended:.3f} s, a token of the next request "
@@ -99,18 +113,17 @@ def long(options):
     engine.close()
 
 
-def quarters(engine, ids: list[int]):
-    """(tokens, seconds) of each quarter of a prompt, by when its passes are queued, and of the whole with the first
-    token of its answer."""
-    generation = engine.submit(Request(ids, max_tokens=ANSWER, ignore_eos=True))
-    marks = [len(ids) * i // QUARTERS for i in range(1, QUARTERS)]
+def quarters(generation, n: int):
+    """(tokens, seconds) of each quarter of a prompt of n tokens, by when its passes are queued, and of the whole with
+    the first token of its answer."""
+    marks = [n * i // QUARTERS for i in range(1, QUARTERS)]
     while not generation.wait(0.05):
         while marks and generation.n_read >= marks[0]:
             yield generation.n_read, time.perf_counter() - generation.started
             marks = [mark for mark in marks if mark > generation.n_read]
     if generation.error:
         raise generation.error
-    yield len(ids), generation.token_times[0] - generation.started
+    yield n, generation.token_times[0] - generation.started
 
 
 def cancelled(engine, ids: list[int]) -> tuple[float, float]:
@@ -124,6 +137,60 @@ def cancelled(engine, ids: list[int]) -> tuple[float, float]:
     ended = time.perf_counter() - started
     after.wait()
     return ended, after.token_times[0] - started
+
+
+# ---- everything --------------------------------------------------------------------------------------------
+
+
+class Part(NamedTuple):
+    """A program of `all`."""
+
+    name: str
+    arguments: list[str]        # of python
+    seconds: float              # that it may take at most
+    n_lines: int                # of its output that are shown at the end
+
+
+PARTS = [Part("262,144 tokens in 16 GB", ["-m", "benchmarks.kv", "long", "--memory", "16"], 170, 8),
+         Part("speeds", ["-m", "benchmarks.kv", "speeds", "--contexts", "18400", "131072"], 150, 9),
+         Part("sparse prompts", ["-m", "benchmarks.sparse", "speed", "--all"], 170, 9),
+         Part("tests", ["-m", "pytest", "-q", "-n", str(PROCESSORS), "tests/test_long.py", "tests/test_attention.py",
+                        "tests/test_block_sparse.py", "tests/test_sparse.py", "tests/test_kv_models.py"], 200, 12)]
+
+
+def all_of_it(options):
+    """Runs PARTS, and prints the last lines of each."""
+    if hasattr(os, "sched_setaffinity"):        # the parts inherit it
+        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:PROCESSORS])
+    print("\n\n".join(run_parts(PARTS, options.seconds)))
+
+
+def run_parts(parts: list[Part], seconds: float) -> list[str]:
+    """What to show of each part, when all have ended, or `seconds` are over."""
+    end, found = time.perf_counter() + seconds, []
+    for part in parts:
+        limit = min(part.seconds, end - time.perf_counter())
+        found.append(f"== {part.name}: {ended(part, limit) if limit > 0 else 'left out, no time'}")
+        print(found[-1].partition("\n")[0], file=sys.stderr, flush=True)
+    return found
+
+
+def ended(part: Part, limit: float) -> str:
+    """How a part has ended within so many seconds, and its last lines."""
+    started = time.perf_counter()
+    with tempfile.TemporaryFile("w+") as output:
+        program = subprocess.Popen([sys.executable, *part.arguments], stdout=output, stderr=subprocess.STDOUT,
+                                   start_new_session=True)
+        try:
+            status = program.wait(limit)
+            how = f"FAILED, exit status {status}" if status else "done"
+        except subprocess.TimeoutExpired:
+            how = "STOPPED, too long"
+            os.killpg(program.pid, signal.SIGKILL)      # with the processes that it has started
+            program.wait()
+        output.seek(0)
+        lines = [line for line in output.read().replace("\r", "\n").splitlines() if line.strip()]
+    return "\n".join([f"{how} after {time.perf_counter() - started:.0f} s", *lines[-part.n_lines:]])
 
 
 def main():
@@ -143,6 +210,9 @@ def main():
     long_part.add_argument("--kv", choices=KV_FORMATS, default="q8+3")
     long_part.add_argument("--tokens", type=int, default=262_136)
     long_part.add_argument("--memory", type=float, metavar="GB")
+    all_parts = parts.add_parser("all")
+    all_parts.set_defaults(function=all_of_it)
+    all_parts.add_argument("--seconds", type=float, default=400)
     options = parser.parse_args()
     options.function(options)
 

@@ -3,7 +3,7 @@
 quality: held-out recall of the shipped model (models/evaluate.py) at its longest lengths, for each of some rules
 (kernels/block_sparse.py): the score, how many answers and tokens of answers are those of dense prompts, and, for each
 token of the prompts behind the part that the rule leaves dense, whether the likeliest next token is the same, and the
-KL divergence from dense.
+KL divergence from dense. benchmarks/sparse_tokens.py is faster, and has other prompts, too.
 
 speed: a prompt of 131,072 random tokens, dense and sparse, unless the options say otherwise; then with dp4a alone the
 sparse one again. Random weights look at all keys alike, so what is kept there is the rule's whole budget: more than
@@ -29,10 +29,12 @@ from kernels.records import Places
 from kernels.rope import heads_of
 from models import evaluate, tasks
 
-LENGTHS = 4000, 6900        # of held-out recall: the longest that training has, and what fills the shipped context
-RULES = {"default": RULE, "32 + 1/8": RULE._replace(dense=32, base=32), "16 + 1/8": RULE._replace(dense=16, base=16),
-         "16 + 1/4": RULE._replace(dense=16, base=16, share=4), "all but 1/32": RULE._replace(dense=16, spare=5),
-         "all but 1/128": RULE._replace(dense=16, spare=7)}
+LENGTHS = 12_000, 16_384    # of held-out recall: up to the longest that training has
+ROOM = 2048                 # tokens: contexts are a little longer than they are said to be, and answers follow
+RULES = {"default": RULE, "64 + 1/8": RULE._replace(dense=64, base=64),
+         "64 + 1/4": RULE._replace(dense=64, base=64, share=4), "128 + 1/4": RULE._replace(share=4),
+         "192 + 1/16": RULE._replace(dense=192, base=192, share=16), "all but 1/64": RULE._replace(spare=6)}
+SLOTS = 4                   # answers at a time
 SCORED = 8                  # prompts of each length whose tokens are compared one by one
 ROWS = 8192                 # of the pass whose kernels are timed
 BLOCK_PAGES = 256           # of random keys, repeated along the context
@@ -82,7 +84,8 @@ def compared(engine, texts: list, rules: dict) -> dict:
 
 
 def quality(options):
-    engine = qengine.load(options.model, card=options.card, ctx=8192, slots=8, draft="off", sparse="ask", kv=options.kv)
+    engine = qengine.load(options.model, card=options.card, ctx=max(options.lengths) + ROOM, slots=SLOTS, draft="off",
+                          sparse="ask", kv=options.kv)
     rules = {name: RULES[name] for name in options.rules or RULES}
     print(f"{'recall':8}{'rule':16}{'keys read':>10}{'right':>8}{'answers alike':>15}{'tokens alike':>14}"
           f"{'likeliest':>11}{'KL':>9}", flush=True)

@@ -93,9 +93,9 @@ class Bench:
 
     def chunks(self, n: int):
         """(start, token ids) of the passes of a random prompt of n tokens."""
-        ids = self.random.integers(0, self.engine.config.n_vocab, n).tolist()
+        ids, is_sparse = self.random.integers(0, self.engine.config.n_vocab, n).tolist(), self.engine.sparse == "on"
         return [(start, ids[start:start + rows]) for start, rows in passes_over(
-            n, lambda start, last: self.pipeline.pass_rows(start, n, self.engine.chunk, last))]
+            n, lambda start, last: self.pipeline.pass_rows(start, n, self.engine.chunk, last, is_sparse))]
 
     def prompt(self, n: int, slot: int = 0) -> float:
         """Seconds of a prompt of n tokens with its first answer token."""

@@ -26,7 +26,7 @@ from engine.limits import KEPT_CONTEXTS, MOST_DRAFTS, SPARSE
 from engine.prefix import PAGE_TOKENS, pages_for
 from engine.request import RequestError
 from engine.speculate import LARGEST_CHECK
-from kernels import probe, q8_gemm
+from kernels import block_sparse, probe, q8_gemm
 from kernels.card import OutOfMemory, PlannedCard, show_bytes
 from kernels.emulated.cards import CARDS
 from kernels.formats import FORMATS
@@ -189,12 +189,12 @@ class StageCosts:
         """How much longer a row takes for each token before it."""
         return context_seconds(self.work.context_operations, self.speed)
 
-    def layer_seconds(self, rows: int, start: int, layers: list[Work]) -> list[float]:
-        """About how long each of the layers takes in a pass that begins at position `start`. A draft block counts with
-        the last one."""
+    def layer_seconds(self, rows: int, start: int, layers: list[Work], is_sparse: bool = False) -> list[float]:
+        """About how long each of the layers takes in a pass over a dense or a sparse prompt that begins at position
+        `start`. A draft block counts with the last one."""
         at_peak = rows * self.work.row_operations / self.speed.dot      # `pass_seconds` is 0 for a model in float32
         products = max(self.pass_seconds(rows), at_peak) / self.work.row_operations
-        attention = context_seconds(rows * (start + rows // 2), self.speed)
+        attention = context_seconds(rows * attended(start + rows // 2, is_sparse), self.speed)
         found = [products * each.row_operations + attention * each.context_operations for each in layers]
         found[-1] += products * (self.work.row_operations - sum(each.row_operations for each in layers))
         return found
@@ -228,6 +228,12 @@ def context_seconds(operations: int, speed: probe.Speed) -> float:
     return operations / speed.half2 / ATTENTION_SHARE
 
 
+def attended(context: int, is_sparse: bool) -> int:
+    """How many keys a row of a prompt reads that has so many tokens before it; in a sparse prompt, about as many as it
+    may, with what the choice takes."""
+    return block_sparse.keys_worth(context) if is_sparse else context
+
+
 def hop_bytes(hidden_dim: int, rows: int) -> int:
     """Bytes of the residual stream of so many tokens: float32."""
     return 4 * hidden_dim * rows
@@ -237,8 +243,8 @@ def hop_bytes(hidden_dim: int, rows: int) -> int:
 
 
 def slowest_seconds(costs: list[StageCosts]):
-    """A function (rows, context) -> seconds: the time of a pass of so many rows, with `context` tokens before it, on
-    the slowest stage or hop."""
+    """A function (rows, context, is_sparse=False) -> seconds: the time of a pass over a dense or a sparse prompt of so
+    many rows, with `context` tokens before it, on the slowest stage or hop."""
     edges = list(itertools.pairwise(costs))
     attention = max(each.context_seconds() for each in costs)
 
@@ -247,7 +253,8 @@ def slowest_seconds(costs: list[StageCosts]):
         hops = [each.hop_seconds(rows) for edge in edges for each in edge]
         return max([each.pass_seconds(rows) for each in costs] + hops)
 
-    return lambda rows, context: without_context(rows) + attention * rows * context
+    return lambda rows, context, is_sparse=False: (
+        without_context(rows) + attention * rows * attended(context, is_sparse))
 
 
 def choose_rows(start: int, end: int, limit: int, n_stages: int, slowest, last: int = 0) -> int:

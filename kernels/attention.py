@@ -57,8 +57,10 @@ A probability fills both halves of its word, so a product takes the word as it i
 two pipes, of which one cannot take one half of a word for both factors.
 
 Where no score of the warp exceeds its row's maximum so far, nothing is rescaled, since the factor would be exactly 1,
-and no maximum is exchanged. The sum of the probabilities stays with each lane's own keys until the end. Keys and values
-beyond the live length are never read: the index is clamped to the last live key, whose probability is then 0.
+and no maximum is exchanged. A score that is NaN counts as one that does, and there it makes the row's sum NaN: maxima
+leave a NaN out, so its probability is 0, and it would be lost if its value is finite. The sum of the probabilities
+stays with each lane's own keys until the end. Keys and values beyond the live length are never read: the index is
+clamped to the last live key, whose probability is then 0.
 
 Pipe: half2, 66 % of the instructions. Measured at 40 % of its peak: benchmarks/results.md, section attention.
 """
@@ -93,7 +95,7 @@ KEY_STRIDE = TILE_DIMS // 2 + 4             # words from one key of a tile to th
 LOADS = PAGE // 2 // WARPS                  # 16-byte loads of a lane per tile
 TILE, P_TILE, LOADED = PAGE * KEY_STRIDE, WARPS * ROWS * PAGE, 4 * LOADS  # words
 LOG2E, LN2 = 1 / math.log(2), math.log(2)
-MINUS_INFINITY = float("-inf")
+MINUS_INFINITY, NAN = float("-inf"), float("nan")
 EVERY_LANE = 0xFFFFFFFF
 
 
@@ -129,6 +131,21 @@ def power_of_two(x):
 
 
 @cuda.jit(device=True, forceinline=True)
+def any_above(s, n, high):
+    """Whether one of the scores s[n] .. s[n + 3] is above `high`, or NaN. It takes as many instructions as their
+    maximum does, which would leave out a NaN."""
+    return ((not s[n] <= high) | (not s[n + uint32(1)] <= high)) | (
+        (not s[n + uint32(2)] <= high) | (not s[n + uint32(3)] <= high))
+
+
+@cuda.jit(device=True, forceinline=True)
+def any_nan(s, n):
+    """Whether one of s[n] .. s[n + 3] is NaN."""
+    return ((s[n] != s[n]) | (s[n + uint32(1)] != s[n + uint32(1)])) | (
+        (s[n + uint32(2)] != s[n + uint32(2)]) | (s[n + uint32(3)] != s[n + uint32(3)]))
+
+
+@cuda.jit(device=True, forceinline=True)
 def half_warp_max(x):
     for offset in (16, 8, 4, 2):
         x = float_max(x, cuda.shfl_xor_sync(EVERY_LANE, x, offset))
@@ -156,6 +173,19 @@ def store_tile(words, address, stride):
         n = uint32(uint32(4) * i)
         store_shared4(address + uint64(uint32(uint32(4) * i * stride)), words[n], words[n + uint32(1)],
                       words[n + uint32(2)], words[n + uint32(3)])
+
+
+@cuda.jit(device=True, forceinline=True)
+def score_addresses(q_tile, tile, stride, warp, lane):
+    """Shared addresses: of the lane's 4 rows of queries, of its first row in a tile of keys, and of where it puts its
+    share of that tile. stride: words from one query to the next."""
+    upper, key_lane = uint32(lane & uint32(1)), uint32(lane >> uint32(1))
+    q_at = shared_address(q_tile) + uint64(uint32(uint32(warp * uint32(ROWS) + upper * uint32(4)) * uint32(4 * stride)))
+    k_at = shared_address(tile) + uint64(uint32(key_lane * uint32(4 * KEY_STRIDE)))
+    put_key = shared_address(tile) + uint64(
+        uint32(uint32(uint32(2) * warp + uint32(lane >> uint32(4))) * uint32(4 * KEY_STRIDE)
+               + uint32(16) * uint32(lane & uint32(15))))
+    return q_at, k_at, put_key
 
 
 @cuda.jit(device=True, forceinline=True)
@@ -414,16 +444,11 @@ def tiles_kernel(expanded, head_dim, gated, packed, sparse=False):
 
         # Shared addresses: of the lane's rows of q, its row of a tile of keys, its part of a tile of values, and of the
         # rows of p that it reads and writes; and where the lane puts its share of a tile.
-        q_at = shared_address(q_tile) + uint64(
-            uint32(uint32(warp * uint32(ROWS) + upper * uint32(4)) * uint32(4 * q_stride)))
-        k_at = shared_address(tile) + uint64(uint32(key_lane * uint32(4 * KEY_STRIDE)))
+        q_at, k_at, put_key = score_addresses(q_tile, tile, uint32(q_stride), warp, lane)
         v_at = shared_address(tile) + uint64(uint32(row_lane * uint32(16)))
         p_at = shared_address(p_tile) + uint64(uint32(warp * uint32(ROWS * 4 * PAGE)))
         own_p_at = p_at + uint64(uint32(upper * uint32(4 * 4 * PAGE) + uint32(16) * key_lane))
         p_at = p_at + uint64(uint32(own * uint32(4 * PAGE)))
-        put_key = shared_address(tile) + uint64(
-            uint32(uint32(uint32(2) * warp + uint32(lane >> uint32(4))) * uint32(4 * KEY_STRIDE)
-                   + uint32(16) * uint32(lane & uint32(15))))
         put_value = shared_address(tile) + uint64(
             uint32(uint32(uint32(warp * uint32(rows_at_once)) + uint32(lane // uint32(32 // rows_at_once)))
                    * uint32(4 * q_stride) + uint32(16) * uint32(lane % uint32(32 // rows_at_once))))
@@ -462,15 +487,14 @@ def tiles_kernel(expanded, head_dim, gated, packed, sparse=False):
                             s[n] = s[n] if int32(key) <= int32(limit) else float32(MINUS_INFINITY)
                 moved = False
                 for i in range(uint32(4)):
-                    n = uint32(uint32(4) * i)
-                    a, b = float_max(s[n], s[n + uint32(1)]), float_max(s[n + uint32(2)], s[n + uint32(3)])
-                    scale[i] = float_max(a, b)
-                    moved = moved or scale[i] > high[i]
+                    moved = moved | any_above(s, uint32(uint32(4) * i), high[i])
                 if cuda.any_sync(EVERY_LANE, moved):
                     for i in range(uint32(4)):
-                        new = float_max(high[i], half_warp_max(scale[i]))
+                        n = uint32(uint32(4) * i)
+                        a, b = float_max(s[n], s[n + uint32(1)]), float_max(s[n + uint32(2)], s[n + uint32(3)])
+                        new = float_max(high[i], half_warp_max(float_max(a, b)))
                         scale[i] = power_of_two(high[i] * float32(LOG2E) - new * float32(LOG2E))  # 1 if it stays
-                        total[i] = total[i] * scale[i]
+                        total[i] = float32(NAN) if any_nan(s, n) else total[i] * scale[i]
                         high[i] = new
                     for r in range(uint32(n_rows)):
                         f = of_row(scale, r)

@@ -51,11 +51,11 @@ from numba.types import float32, int32, uint32, uint64
 
 from kernels.attention import (EVERY_LANE, KEY_STRIDE, LOADED, LOG2E, MINUS_INFINITY, PAGE, ROWS, TILE, TILE_DIMS,
                                WARPS, half_warp_max, half_warp_sum, load_functions, paged, power_of_two,
-                               product_functions, store_tile)
+                               product_functions, score_addresses, store_tile)
 from kernels.bench import Case, main
 from kernels.card import Array, CardError
 from kernels.intrinsics import (div_rn, float_max, half2_high, half2_low, load_words4, log, pack_half2, round_to_int,
-                                shared_address, store_words4, warp_max, warp_sum)
+                                store_words4, warp_max, warp_sum)
 from kernels.kv_cache import Pages, head_of_page, read_pages
 from kernels.kv_expand import PIECE_PAGES, Piece, expand_pages
 from kernels.kv_formats import KV_FORMATS
@@ -87,7 +87,21 @@ class Rule(NamedTuple):
     spare: int              # all but 2^-spare of the estimated weight is enough
 
 
-RULE = Rule(dense=64, sinks=1, near=4, base=64, share=8, spare=6)
+RULE = Rule(dense=128, sinks=1, near=4, base=128, share=8, spare=9)
+CHOICE = 0.035              # the time of a choice, of that of dense attention (benchmarks/results.md)
+
+
+def most_pages(n, rule=None):
+    """So many of the n pages that it sees a page of queries reads at most, unless more are broken. rule: by default
+    RULE."""
+    rule = rule or RULE
+    return n if n <= rule.dense else min(max(rule.base + n // rule.share, rule.sinks + rule.near), n)
+
+
+def keys_worth(n, rule=None):
+    """The keys whose attention takes as long as a sparse query's with n tokens before it, about, at most."""
+    n_pages = n // PAGE + 1
+    return n if n_pages <= (rule or RULE).dense else min(PAGE * most_pages(n_pages, rule) + int(CHOICE * n), n)
 
 
 class Chooser(NamedTuple):
@@ -255,12 +269,7 @@ def levels_kernel(expanded, head_dim):
             store_words4(q_tile, at, w0, w1, w2, w3)
 
         upper, key_lane = uint32(lane & uint32(1)), uint32(lane >> uint32(1))
-        q_at = shared_address(q_tile) + uint64(
-            uint32(uint32(warp * uint32(ROWS) + upper * uint32(4)) * uint32(4 * stride)))
-        k_at = shared_address(tile) + uint64(uint32(key_lane * uint32(4 * KEY_STRIDE)))
-        put_key = shared_address(tile) + uint64(
-            uint32(uint32(uint32(2) * warp + uint32(lane >> uint32(4))) * uint32(4 * KEY_STRIDE)
-                   + uint32(16) * uint32(lane & uint32(15))))
+        q_at, k_at, put_key = score_addresses(q_tile, tile, uint32(stride), warp, lane)
         first_row = uint32(uint32(kv_head * level_rows) + mean)
         page = head_of_page(block_table, table_pages, slot, uint32(number - offset), kv_head, n_kv)
         load_keys(loaded, k_pages, page, uint32(0), uint32(PAGE - 1), lane, warp)

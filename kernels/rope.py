@@ -10,9 +10,9 @@ Per token and head, with x the D = head_dim values of the head, w the norm's wei
 
 The kernels take D = 256 or 128 and R = 64 or 128; Qwen3.5 has D = 256, R = 64, a plain Qwen3 D = R = 128.
 
-The angle is a float32 product, as in the models' own code. At position 262,143 it is off by up to 2^-7 of a radian in
-every implementation: half an ulp of a position with ten bits before the point, and the rounding of inv_freq. `sincos`
-reduces the angle exactly enough to add nothing. 1 / sqrt(D) is attention's scale; 1/16 is exact, 128^-1/2 is rounded.
+The angle is a float32 product, as in the models' own code. At position 262,143 it is off by up to 2^-6 of a radian in
+every implementation: 2^-7 by the rounding of the product, and 2^-7 by that of inv_freq. `sincos` reduces the angle
+exactly enough to add nothing. 1 / sqrt(D) is attention's scale; 1/16 is exact, 128^-1/2 is rounded.
 
 Interleaved M-RoPE: a token has three positions (time, height, width), which are equal for text. Frequency i follows
 the height if i mod 3 = 1 and i < 3 s_h, the width if i mod 3 = 2 and i < 3 s_w, and the time otherwise;

@@ -170,7 +170,7 @@ def test_hops_arrive_as_they_left(late, n_hops, longest, monkeypatch):
     engine = load((1, 1, 2), on=cards(3, late=late), slots=5, chunk=128)
     engine.pipeline.stages[0].exit.n_direct = 0         # steps go beside the layers here, straight over the other
     choice = random.Random(n_hops)
-    monkeypatch.setattr(engine.pipeline, "pass_rows", lambda start, end, limit, last: min(
+    monkeypatch.setattr(engine.pipeline, "pass_rows", lambda start, end, limit, last, is_sparse: min(
         end - start, 64 * choice.randint(1, limit // 64)))
     asked = [request(seed, choice.randint(1, 400), choice.randint(1, 60)) for seed in range(n_hops // 40)]
     for generation in [engine.submit(r) for r in asked]:

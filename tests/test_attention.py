@@ -61,6 +61,32 @@ def test_a_value_that_is_no_number_is_never_hidden(card, format):
     assert found[:128].all() and found[:, 2:].all() and not found[130:, :2].any()
 
 
+@pytest.mark.parametrize("format", KV_FORMATS.values(), ids=KV_FORMATS)
+@pytest.mark.parametrize("sizes, shape, n, at", [
+    ((4, 2), rope.QWEN35, 200, 130), ((3, 1), rope.QWEN3, 205, 0), ((10, 2), rope.QWEN3, 131, 127),
+    ((6, 2), rope.QWEN35, 77, 76)], ids=str)
+def test_a_key_that_is_no_number_is_never_hidden(card, format, sizes, shape, n, at):
+    """Its value is finite, and no other score exceeds those of the first keys. All that see it show it, and no
+    other."""
+    heads = heads_of(*sizes, shape)
+    q, projected, k, v = sample_inputs(heads, n, n)
+    k[:8] *= 8
+    k[at, -1, 5] = np.nan
+    found = prefill_in_parts(card, heads, (q, projected, k, v), [64], format, 1)
+    found = np.isfinite(found).reshape(n, heads.n_kv_heads, heads.group, -1)
+    assert found[:at].all() and found[:, :-1].all() and not found[at:, -1].any()
+
+
+@pytest.mark.parametrize("shape", [rope.QWEN35, rope.QWEN3], ids=str)
+def test_a_score_whose_products_overflow_is_never_hidden(card, shape):
+    """Of finite queries, keys and values: infinity minus infinity."""
+    heads, at = heads_of(4, 2, shape), 130
+    q, projected, k, v = sample_inputs(heads, 200, 200)
+    q[:, 1, :32], k[at, 0, :16], k[at, 0, 16:32] = 100, 3000, -3000
+    found = np.isfinite(prefill_in_parts(card, heads, (q, projected, k, v), [64, 128])).reshape(200, 4, -1)
+    assert found[:at].all() and found[:, [0, 2, 3]].all() and not found[at:, 1].any()
+
+
 @pytest.mark.parametrize("shape", [rope.QWEN35, rope.QWEN3], ids=str)
 def test_a_maximum_that_moves_late(card, shape):
     """Keys that grow along the sequence: every page rescales; and keys that shrink: only the first does."""

@@ -2,13 +2,14 @@
 
 import importlib
 import os
+import re
 import sys
 from pathlib import Path
 
 import pytest
 
 import qengine
-from benchmarks import emulated, expert_file
+from benchmarks import emulated, expert_file, kv
 from cli.bench import Bench
 from cli.ending import ended
 from engine import plan
@@ -55,6 +56,16 @@ def test_weights_of_a_step():
         assert sum(array.nbytes for array in arrays) == whole + bench.work().expert_bytes_read(1)
         assert (bench.work().expert_bytes > 0) == (engine.config.n_experts > 0)
         engine.close()
+
+
+def test_a_part_that_fails_or_hangs_does_not_keep_others_from_running():
+    say = "import sys, time; print('a\\nb'); sys.stdout.flush(); "
+    parts = [kv.Part(name, ["-c", say + then], seconds, 1) for name, then, seconds in (
+        ("fails", "sys.exit(3)", 60), ("hangs", "time.sleep(60)", 3), ("runs", "", 60))]
+    shown = [text.splitlines() for text in kv.run_parts(parts, 60)]
+    for part, how, (first, *rest) in zip(parts, ("FAILED, exit status 3", "STOPPED, too long", "done"), shown):
+        assert re.fullmatch(f"== {part.name}: {how} after \\d+ s", first) and rest == ["b"]
+    assert kv.run_parts(parts, 0) == [f"== {part.name}: left out, no time" for part in parts]
 
 
 PROGRAMS = [file for file in Path(emulated.__file__).parent.glob("*.py") if "__main__" in file.read_text()]

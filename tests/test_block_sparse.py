@@ -99,10 +99,10 @@ def test_a_page_with_a_key_that_is_not_finite_is_always_kept(card, format, shape
     np.testing.assert_array_equal(kept[:page + 1, 1], before[:page + 1, 1])
 
 
-@pytest.mark.parametrize("key, value", [(np.nan, np.nan), (np.inf, 0), (-np.inf, 0)])
+@pytest.mark.parametrize("key, value", [(np.nan, np.nan), (np.nan, 0), (np.inf, 0), (-np.inf, 0)])
 def test_attention_of_the_chosen_pages_shows_what_is_not_finite(card, key, value):
-    """In the rows in which attention to all keys shows it: all behind a token that is NaN, those for whose queries an
-    infinite key has the score inf."""
+    """In the rows in which attention to all keys shows it: all behind a token whose key is NaN, those for whose queries
+    an infinite key has the score inf."""
     heads, n, at = heads_of(4, 2, QWEN3), 1280, 400
     q, k = sample_text(heads, n, n)
     _, projected, _, v = sample_inputs(heads, n, n)
@@ -115,7 +115,7 @@ def test_attention_of_the_chosen_pages_shows_what_is_not_finite(card, key, value
                      for kept in (None, words.view(np.uint32)))
     np.testing.assert_array_equal(sparse, dense)
     assert dense[:at].all() and dense[:, :2].all()
-    broken = q[at:, 2:, 5] * key > 0 if value == 0 else np.ones((n - at, 2), bool)
+    broken = q[at:, 2:, 5] * key > 0 if np.isinf(key) else np.ones((n - at, 2), bool)
     np.testing.assert_array_equal(~dense[at:, 2:].all(axis=2), broken)
 
 
@@ -139,6 +139,19 @@ def test_the_reference_of_a_key_that_is_not_finite(value):
     ([0] * 6, FEW._replace(near=1, base=2, share=3), [0, 6]), ([9] * 6, RULE, range(7))], ids=str)
 def test_the_reference_of_a_rule(masses, rule, want):
     assert np.flatnonzero(kept_reference(np.array(masses, np.uint32), rule)).tolist() == list(want)
+
+
+def test_no_page_of_queries_reads_more_than_its_budget():
+    """Nor less, where all pages weigh the same and nothing is enough; which `keys_worth` counts in keys."""
+    rng = np.random.default_rng(0)
+    for rule in FEW, RULE, FEW._replace(near=3, base=0, share=9, spare=20):
+        for n in 1, rule.dense, rule.dense + 1, rule.dense + 40, 700:
+            most = block_sparse.most_pages(n, rule)
+            assert kept_reference(rng.integers(0, 1000, n - 1), rule).sum() <= most
+            assert kept_reference(np.arange(n - 1) + 10**6, rule._replace(spare=31)).sum() == most
+            tokens = PAGE * (n - 1) + 5
+            assert block_sparse.keys_worth(tokens, rule) == (
+                tokens if n <= rule.dense else min(most * PAGE + int(block_sparse.CHOICE * tokens), tokens))
 
 
 def attended(card, format, heads, inputs, kept=None, n_pages=32):

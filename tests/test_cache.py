@@ -189,10 +189,10 @@ class FakePipeline:
     def fetch(self, host, number):
         self.saved[number], self.hosts[host] = self.hosts[host], None
 
-    def pass_rows(self, start, end, limit, last):
+    def pass_rows(self, start, end, limit, last, is_sparse=False):
         return min(end - start, limit)
 
-    def piece_seconds(self, rows, start):
+    def piece_seconds(self, rows, start, is_sparse=False):
         n = self.n_layers if self.n_stages == 1 else 1
         return [self.plan_error * self.token_seconds * rows / n] * n
 

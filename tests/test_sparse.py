@@ -163,6 +163,24 @@ def test_cancelled_prompts_leave_no_count_behind(card):
     engine.close()
 
 
+def test_plans_of_passes_know_what_sparse_prompts_read(card, monkeypatch):
+    """So parts of long sparse passes are as long as those of dense ones, and as far as all keys are read, the same."""
+    engine = loaded(card, sparse="ask", ctx=256)
+    seconds = engine.pipeline.piece_seconds
+    for rows, start in (64, 0), (64, 64 * (RULE.dense - 1)):
+        assert seconds(rows, start, True) == seconds(rows, start)
+    dense, sparse = (np.subtract(seconds(512, 131_072, is_sparse), seconds(512, 0)) for is_sparse in (False, True))
+    assert dense.max() > 0 and np.allclose(sparse, dense * (1 / RULE.share + block_sparse.CHOICE), rtol=0.01)
+    asked = []
+    monkeypatch.setattr(engine.pipeline, "piece_seconds",
+                        lambda rows, start, is_sparse: asked.append(is_sparse) or seconds(rows, start, is_sparse))
+    for is_sparse in True, False:
+        answer(engine, PROMPT[:100], is_sparse)
+        assert asked and set(asked) == {is_sparse}
+        asked.clear()
+    engine.close()
+
+
 def test_who_may_ask(card):
     engine = loaded(card, sparse="off", ctx=256)
     with pytest.raises(RequestError, match="loaded without --sparse"):
