@@ -3,9 +3,12 @@
 import dataclasses
 import itertools
 import math
+import os
 import random
+import re
 import shutil
 import types
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -285,6 +288,55 @@ def test_learns_and_resumes(few_rows, tokenizer, tmp_path):
     without = dataclasses.replace(load_checkpoint(tmp_path), optimizer={})
     run(without)
     assert not np.allclose(mean_losses(without), mean_losses(whole), rtol=2e-3)  # the check would notice
+
+
+def test_a_run_that_is_killed_while_it_saves_leaves_the_former_checkpoint(tokenizer, tmp_path, monkeypatch):
+    """Whatever file it was at; and the next save leaves no file of those that came to nothing."""
+    checkpoint = new_checkpoint(tokenizer)
+    checkpoint.optimizer = {"muon.1x1": torch.ones(1, 1, 1)}
+    save_checkpoint(tmp_path, checkpoint)
+    names = {path.name for path in tmp_path.iterdir()}
+    former = {name: parameter.clone() for name, parameter in load_checkpoint(tmp_path).network.named_parameters()}
+    replace = os.replace
+    for killed_at in names:
+        with torch.no_grad():
+            checkpoint.network.output_norm.weight += 1
+        checkpoint.step += 1
+        changed = re.sub(r"-0-", f"-{checkpoint.step}-", killed_at)
+
+        def fails(source, target):
+            if Path(target).name == changed:
+                raise KeyboardInterrupt
+            replace(source, target)
+        monkeypatch.setattr(os, "replace", fails)
+        with pytest.raises(KeyboardInterrupt):
+            save_checkpoint(tmp_path, checkpoint)
+        there = load_checkpoint(tmp_path)
+        assert there.step == 0 and there.optimizer.keys() == checkpoint.optimizer.keys()
+        assert all(torch.equal(parameter, former[name]) for name, parameter in there.network.named_parameters())
+    monkeypatch.setattr(os, "replace", replace)
+    save_checkpoint(tmp_path, checkpoint)
+    assert load_checkpoint(tmp_path).step == checkpoint.step == len(names)
+    assert {re.sub(r"-\d+-", "-0-", path.name) for path in tmp_path.iterdir()} == names
+    for path in tmp_path.glob("optimizer-*"):
+        path.unlink()
+    assert load_checkpoint(tmp_path).optimizer == {}
+
+
+def test_a_run_saves_as_it_goes(few_rows, tokenizer, monkeypatch):
+    """Every two minutes of a clock by which a step takes one, and at the end, also that of an error."""
+    checkpoint, saved = new_checkpoint(tokenizer), []
+    monkeypatch.setattr(train, "time", types.SimpleNamespace(monotonic=lambda: 60 * checkpoint.step))
+
+    def save(each):
+        saved.append(each.step)
+        assert each.optimizer
+    train.train(checkpoint, None, 5, phases=(PHASE,), log=lambda line: None, save=save)
+    assert saved == [2, 4, 5]
+    monkeypatch.setattr(data.Batches, "__next__", lambda self: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        train.train(checkpoint, None, 9, phases=(PHASE,), log=lambda line: None, save=save)
+    assert saved == [2, 4, 5, 5]
 
 
 @pytest.mark.parametrize("unit", ["steps", "minutes"])
