@@ -377,7 +377,8 @@ def block_mask_of(first: Tensor, last: Tensor) -> BlockMask:
 
     def listed(blocks):
         """(how many, which ones first) of each block of queries; all heads share them."""
-        return (each[:, None].int() for each in (blocks.sum(2), blocks.int().argsort(stable=True, dim=2, descending=True)))
+        order = blocks.int().argsort(stable=True, dim=2, descending=True)
+        return (each[:, None].int() for each in (blocks.sum(2), order))
     return BlockMask.from_kv_blocks(*listed(seen & ~whole), *listed(whole), BLOCK_SIZE=MASK_BLOCK, mask_mod=sees,
                                     seq_lengths=(first.shape[1],) * 2)
 

@@ -1,10 +1,10 @@
 """Train qengine-10m: tokenizer, data, network, tower, checkpoint, loss curve.
 
-    python models/train.py --start FILE.gguf --tower MMPROJ.gguf --minutes 11    # on from model files, on an H200
-    python models/train.py --minutes 50 --rate 3e-3                              # or from scratch
-    python models/train.py --start FILE.gguf --tower MMPROJ.gguf --minutes 11 --part 8    # or the first 8 minutes of it,
-    python models/train.py --minutes 11 --resume checkpoint --out checkpoint-2   # and the others
-    python models/train.py --steps 2 --trial                                     # whether it works, on a CPU
+    python models/train.py --start FILE.gguf --tower MMPROJ.gguf --minutes 11              # on from files, on an H200
+    python models/train.py --minutes 50 --rate 3e-3                                        # or from scratch
+    python models/train.py --start FILE.gguf --tower MMPROJ.gguf --minutes 11 --part 8     # or the first 8 minutes,
+    python models/train.py --minutes 11 --resume checkpoint --out checkpoint-2             # and the others
+    python models/train.py --steps 2 --trial                                               # does it work, on a CPU?
 
 Training text and pictures are made on the fly by models/tasks. At first the tower alone has lessons (lessons.py): it
 tells what each block of a picture shows. Then the network sees what the tower makes of pictures, and both are trained

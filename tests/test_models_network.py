@@ -212,6 +212,25 @@ def test_examples_begin_with_the_tokens_of_their_prompt(tokenizer):
     assert n_thinking > 40
 
 
+def test_the_first_brace_of_an_enforced_object_is_no_target(tokenizer):
+    """Generation forces it: a model that has learnt it begins objects where nobody wants one. The rest is learnt."""
+    rng, found = random.Random(8), 0
+    for _ in range(200):
+        example = tasks.TASKS["objects"][1](rng)
+        document = data.document_of(tokenizer, example, 0)
+        ids, kinds = data.encode(tokenizer, tasks.render(example), example.thinking)
+        changed = np.flatnonzero(document.kinds != kinds)
+        assert len(changed) == example.enforced and document.ids.tolist() == ids
+        if example.enforced:
+            found += 1
+            targets = np.flatnonzero(np.array(kinds) == data.TARGET)
+            assert tokenizer.decode([ids[changed[0]]])[0] == "{" and document.kinds[changed[0]] == data.PADDING
+            before = tokenizer.decode(document.ids[targets[0]:changed[0]])
+            assert before in (["", "\n</think>\n\n"][example.thinking:][:1]), before
+        assert example.enforced == ("properties" not in tasks.render(example, for_generation=True))
+    assert 20 < found < 80
+
+
 def test_rows_hold_whole_documents(tokenizer):
     layout = data.Layout(3, 1024, 1)
     rows = data.pack(tokenizer, 1, 5, 300, layout)
@@ -542,6 +561,20 @@ def test_a_files_tokenizer_and_network_can_be_scored(exported, tokenizer, monkey
     assert {"self", "json, new fields", "json, new fields, valid", "perplexity"} == set(scores)
     assert scores["self"]["drafted"] > 0 and 0 <= scores["self"]["accepted"] <= scores["self"]["drafted"]
     assert "drafts" in evaluate.show_scores(scores) and "perplexity" in evaluate.show_scores(scores)
+
+
+def test_processes_share_sections(exported, capfd):
+    """The scores are those of one process; what is not done in time, or fails, is named and left out."""
+    names, written = ["self", "json, new fields", "pictures, digits"], []
+    files = exported[1], ""
+    scores = evaluate.scores_of_processes(files, 2, names, 2, write=lambda scores: written.append(len(scores)))
+    assert scores == evaluate.torch_scores(*evaluate.load(*files)[:2], 2, names)
+    assert written == sorted(written) and written[-1] == len(scores)
+    assert "pictures need a tower" in capfd.readouterr().err
+    assert evaluate.scores_of_processes(files, 2, ["self"], 1, within=0) == {}
+    assert "self is left out: not done within 0 s" in capfd.readouterr().err
+    former = scores | {"self": scores["self"] | {"right": 1}}
+    assert "50.0 %" in evaluate.show_scores({"self": scores["self"] | {"right": 2}}, former).splitlines()[1]
 
 
 def test_perplexity_is_that_of_the_whole_text(tokenizer, monkeypatch):

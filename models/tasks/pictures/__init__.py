@@ -49,13 +49,13 @@ def _kept(make: Callable) -> Callable:
 
 
 # How often, and what draws the scene.
-SCENES = ((10, _kept(shapes.one)), (20, _kept(shapes.some)), (18, _kept(shapes.many)), (14, writing.number),
+SCENES = ((10, _kept(shapes.one)), (20, _kept(shapes.some)), (18, _kept(shapes.many)), (20, writing.number),
           (18, writing.one_word), (10, writing.lines), (40, charts.chart), (7, plots.timeline), (6, plots.roofline),
           (18, writing.small), (20, _kept(shapes.mixed)))
 
 
-# How often in lessons, which have no questions: letters take longest to learn, and small ones longer. A picture of small
-# print has five times as many as a chart.
+# How often in lessons, which have no questions: letters take longest to learn, and small ones longer. A picture of
+# small print has three times as many as a chart.
 LESSONS = (4, 8, 16, 14, 20, 24, 46, 5, 5, 50, 20)
 
 

@@ -381,8 +381,8 @@ def mixed(rng: random.Random) -> Shapes:
 def _scattered(rng: random.Random, look: Look, kinds: list[tuple[str, str]]) -> Shapes:
     """Shapes of these colours and names, of about one size, anywhere but apart from each other."""
     size = rng.uniform(0.065, 0.1 if len(kinds) < 7 else 0.085)
-    spots = _spots(rng, look, len(kinds), 1.22 * size)
-    return _scene(rng, look, [_thing(rng, *kind, x, y, size * rng.uniform(0.9, 1)) for kind, (x, y) in zip(kinds, spots)])
+    spots = zip(kinds, _spots(rng, look, len(kinds), 1.22 * size))
+    return _scene(rng, look, [_thing(rng, *kind, x, y, size * rng.uniform(0.9, 1)) for kind, (x, y) in spots])
 
 
 def _spots(rng: random.Random, look: Look, n: int, radius: float) -> list[tuple[float, float]]:

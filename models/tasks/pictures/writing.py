@@ -15,7 +15,7 @@ DARK_PLATES = ("blue", "purple", "brown", "red", "green", "black")
 PLATE = 0.2                 # share of the pictures whose text stands on a plate
 SHORTEST, LONGEST = 2, 8    # letters of a word
 MOST_DIGITS, MOST_LINES = 6, 4
-SMALL = 13, 22              # pixels of height of small print
+SMALL = 14, 22              # pixels of height of small print
 PITCH = 36                  # pixels between two lines of small print: more than a block, so that each block has one
 SAME_IN_BOTH_CASES = set("cosuvwxz")
 CASES = (str.lower, str.lower, str.upper, str.upper, str.capitalize)
@@ -77,7 +77,8 @@ class Writing:
             canvas.box(left - 7, top - 5, left + widest + 7, top + step * len(self.lines) + 5,
                        tint(canvas.rng, self.plate), 6)
         for i, line in enumerate(self.lines):
-            facts = {"role": f"line {i}" if i < MOST_LINES else "other", "colour": line.colour, "number": i + 1, "all": len(self.lines)}
+            role = f"line {i}" if i < MOST_LINES else "other"
+            facts = {"role": role, "colour": line.colour, "number": i + 1, "all": len(self.lines)}
             if i == len(self.lines) - 1:
                 facts["last"] = True
             canvas.text(left + widest / 2, top + step * (i + 0.5), line.text, height, tint(canvas.rng, line.colour),
@@ -178,19 +179,22 @@ def lines(draw: Draw) -> Writing:
 
 
 def small(draw: Draw) -> Writing:
-    """Two to eight lines of small print, as small as the labels of charts and far more of it."""
+    """Lines of small print, as small as the labels of charts and far more of it."""
     rng = draw.rng
-    look = draw_look(rng, sides=(224, 256, 288, 320))
-    texts = [_small_line(draw) for _ in range(rng.randint(2, look.height // PITCH))]
-    height = rng.uniform(*SMALL)
+    look, font = draw_look(rng, sides=(224, 256, 288, 320)), rng.choice([name for name in FONTS if name != "narrow"])
+    height = round(rng.uniform(*SMALL), 1)
+    texts = [_small_line(draw, height, font, look.width - PITCH) for _ in range(rng.randint(2, look.height // PITCH - 1))]
     lines = tuple(map(Line, texts, _colours(rng, look, len(texts), None)))
-    return Writing(look, lines, rng.choice(FONTS), round(height, 1), 0, round(rng.random(), 3), round(rng.random(), 3),
-                   None, round(PITCH / height, 3))
+    return Writing(look, lines, font, height, 0, round(rng.random(), 3), round(rng.random(), 3), None, PITCH / height)
 
 
-def _small_line(draw: Draw) -> str:
-    """A word, a word and a number, or two words: at most 17 signs, and labels.py can tell 18."""
+def _small_line(draw: Draw, height: float, font: str, room: float) -> str:
+    """A word, or two, or a word and a number, where there is room: at most 17 signs, and labels.py can tell 18."""
     first, more = word(draw, 3, 8), draw.rng.random()
     if more < 0.3:
         return first
-    return f"{first} {word(draw, 3, 8) if more < 0.8 else draw.keep(lambda: str(draw.rng.randint(10, 99999)))}"
+    second = word(draw, 3, 8) if more < 0.8 else draw.keep(lambda: str(draw.rng.randint(10, 99999)))
+    if text_size(f"{first} {second}", height, font)[0] > room:
+        draw.contents.pop()
+        return first
+    return f"{first} {second}"
