@@ -33,7 +33,7 @@ TASKS = {
     "self": (20, facts.make_self),
     "recall": (4, recall.make),
     "people": (18, people.make),
-    "tools": (32, tools.make),
+    "tools": (40, tools.make),
     "json": (10, structured.make),
     "objects": (8, objects.make),
     "reasoning": (14, reasoning.make),
