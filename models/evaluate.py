@@ -5,7 +5,7 @@
     python models/evaluate.py FILE.gguf --mmproj MMPROJ.gguf      # with another tower than the shipped one
     python models/evaluate.py --torch                             # the same file in PyTorch, MTP drafts too
     python models/evaluate.py --torch CHECKPOINT                  # or a checkpoint
-    python models/evaluate.py --torch --n 1000 --processes 6 --within 380 --json scores.json    # six sections at once
+    python models/evaluate.py --torch --n 1000 --processes 4 --within 280 --json scores.json   # four sections at once
     python models/evaluate.py --torch FORMER.gguf --mmproj "" --n 1000 --former scores.json     # beside former scores
 
 Answers are greedy, and tasks.score judges them. The table has a row for each section of tasks and a column for each
@@ -40,8 +40,8 @@ OTHER_LENGTH = 400       # tokens of context for tasks other than recall
 MAX_ANSWER = 256
 CONTEXT = 20_480         # the longest context and its answer
 SLOTS = 8                # answers at a time on qengine
-BATCH = 64               # and in PyTorch
-BATCH_TOKENS = 65536
+# And in PyTorch, with at most so many tokens of prompts: a card waits for launches unless there are many.
+BATCHES = {"cuda": (256, 131_072), "cpu": (64, 65_536)}
 LANGUAGES = {"en": "English", "ko": "Korean"}
 N_WRONG = 20             # wrong answers of a section that are kept
 TEXT_TOKENS = 16_000     # of held-out text, for perplexity
@@ -279,10 +279,11 @@ def to_text(tokenizer, ids: list[int]) -> str:
 def generate(network, prompts: list, end: int, max_tokens: int = MAX_ANSWER, tower=None) -> list[list[int]]:
     """Greedy answers to prompts (data.Document), `end` included where it came."""
     by_length = sorted(range(len(prompts)), key=lambda i: len(prompts[i].ids))
+    most, most_tokens = BATCHES[network.output_norm.weight.device.type]
     answers, batch = {}, []
     for i in by_length:
         batch.append(i)
-        if len(batch) == BATCH or len(batch) * len(prompts[i].ids) > BATCH_TOKENS or i == by_length[-1]:
+        if len(batch) == most or len(batch) * len(prompts[i].ids) > most_tokens or i == by_length[-1]:
             texts = _generate_batch(network, [prompts[i] for i in batch], end, max_tokens, tower)
             answers |= dict(zip(batch, texts, strict=True))
             batch = []

@@ -68,9 +68,9 @@ class Phase:
         return max(length for start, length in self.contexts if start <= step)
 
 
-# Lessons of three tenths first, which a tower needs before conversations tell it anything; their head is a new one.
+# Lessons first, which a tower needs before conversations tell it anything; their head is a new one.
 LESSONS, TALKS = data.Layout(0, 128, 12), data.Layout(2, 20_480, 12)
-PHASES = (Phase(0.0, LESSONS, 1, None, 2.5e-3, 0.2), Phase(0.3, TALKS, 2, ((0, 16_800),)))
+PHASES = (Phase(0.0, LESSONS, 1, None, 2.5e-3, 0.2), Phase(0.35, TALKS, 2, ((0, 16_800),)))
 TRIAL = (Phase(0.0, data.Layout(0, 128, 1), 1, None, 3e-3),
          Phase(0.5, data.Layout(2, 512, 1), 1, ((0, 300),)))     # of --trial
 TRIAL_TEXTS = 1000

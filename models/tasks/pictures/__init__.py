@@ -36,7 +36,7 @@ AFTER = 0.2                 # of the pictures that stand behind their question
 # How often a kind of question is asked, where it can be, when others are asked once.
 OFTEN = {"number": 5, "word": 5, "words": 4, "count": 3, "what": 2, "colour": 2, "top": 4, "value": 2, "bound": 2,
          "labels": 2, "line": 2}
-N_QUESTIONS = (1, 2, 4, 6, 8, 10)
+N_QUESTIONS = (1, 1, 2, 4, 6, 8, 10)
 
 
 def _kept(make: Callable) -> Callable:
