@@ -21,6 +21,7 @@ those that are done are written down as they come.
 """
 
 import argparse
+import functools
 import json
 import math
 import multiprocessing
@@ -210,8 +211,9 @@ def scores_of_processes(files: tuple, n: int, names=None, processes: int = 1, wi
     write: called with all scores that are there whenever one has come."""
     started, scores = time.monotonic(), {}
     longest_first = sorted(sections(names), key=lambda name: -sections()[name][1])
-    with multiprocessing.get_context("spawn").Pool(processes, _load_in_process, files) as pool:
-        waiting = {name: pool.apply_async(_score_in_process, (name, n)) for name in (*longest_first, "perplexity")}
+    with multiprocessing.get_context("spawn").Pool(processes) as pool:
+        waiting = {name: pool.apply_async(_score_in_process, (files, name, n))
+                   for name in (*longest_first, "perplexity")}
         for name, job in waiting.items():
             try:
                 scores |= job.get(max(0.0, started + within - time.monotonic()))
@@ -223,29 +225,21 @@ def scores_of_processes(files: tuple, n: int, names=None, processes: int = 1, wi
     return scores
 
 
-_loaded = ()
-
-
-def _load_in_process(*files):
-    import torch
-
-    global _loaded
-    torch.set_num_threads(1)
-    _loaded = on_its_device(*load(*files))
-
-
-def _score_in_process(name: str, n: int) -> dict:
-    network, tokenizer, tower = _loaded
+def _score_in_process(files: tuple, name: str, n: int) -> dict:
+    network, tokenizer, tower = _loaded(files)
     if name == "perplexity":
         return {name: perplexity(network, tokenizer)}
     return torch_section(network, tokenizer, tower, name, n)
 
 
-def on_its_device(network, tokenizer, tower) -> tuple:
-    """The same on a card, if there is one."""
+@functools.cache
+def _loaded(files: tuple) -> tuple:
+    """As `load` has it, on a card if there is one."""
     import torch
 
+    torch.set_num_threads(1)
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    network, tokenizer, tower = load(*files)
     return network.to(device), tokenizer, tower.to(device) if tower is not None else None
 
 
@@ -401,6 +395,8 @@ def main():
     else:
         scores = engine_scores(options.model, options.n, options.tasks, options.card, options.mmproj,
                                options.kv)
+    if not scores:
+        sys.exit("no section was scored")
     print(show_scores(scores, options.former and json.loads(Path(options.former).read_text())))
     write(scores)
 

@@ -573,6 +573,8 @@ def test_processes_share_sections(exported, capfd):
     assert "pictures need a tower" in capfd.readouterr().err
     assert evaluate.scores_of_processes(files, 2, ["self"], 1, within=0) == {}
     assert "self is left out: not done within 0 s" in capfd.readouterr().err
+    assert evaluate.scores_of_processes((str(files[0]) + ".not", ""), 2, ["self"], 1) == {}
+    assert "self failed: FileNotFoundError" in capfd.readouterr().err
     former = scores | {"self": scores["self"] | {"right": 1}}
     assert "50.0 %" in evaluate.show_scores({"self": scores["self"] | {"right": 2}}, former).splitlines()[1]
 

@@ -189,12 +189,12 @@ def small(draw: Draw) -> Writing:
 
 
 def _small_line(draw: Draw, height: float, font: str, room: float) -> str:
-    """A word, or two, or a word and a number, where there is room: at most 17 signs, and labels.py can tell 18."""
+    """A word, and joined to it another one or a number where there is room: 17 signs, of which labels.py can tell 18."""
     first, more = word(draw, 3, 8), draw.rng.random()
     if more < 0.3:
         return first
     second = word(draw, 3, 8) if more < 0.8 else draw.keep(lambda: str(draw.rng.randint(10, 99999)))
-    if text_size(f"{first} {second}", height, font)[0] > room:
+    if text_size(joined := f"{first}-{second}", height, font)[0] > room:
         draw.contents.pop()
         return first
-    return f"{first} {second}"
+    return joined
