@@ -205,7 +205,7 @@ def torch_section(network, tokenizer, tower, name: str, n: int) -> dict:
     return scores
 
 
-def scores_of_processes(files: tuple, n: int, names=None, processes: int = 1, within: float = math.inf,
+def scores_of_processes(files: tuple, n: int, names=None, processes: int = 1, within: float | None = None,
                         write=lambda scores: None) -> dict:
     """What `torch_scores` has, by several processes that share a card. files: as `load` takes them. within: seconds.
     write: called with all scores that are there whenever one has come."""
@@ -216,7 +216,8 @@ def scores_of_processes(files: tuple, n: int, names=None, processes: int = 1, wi
                    for name in (*longest_first, "perplexity")}
         for name, job in waiting.items():
             try:
-                scores |= job.get(max(0.0, started + within - time.monotonic()))
+                left = within if within is None else max(0.0, started + within - time.monotonic())
+                scores |= job.get(left)
             except multiprocessing.TimeoutError:
                 print(f"{name} is left out: not done within {within:.0f} s", file=sys.stderr, flush=True)
             except Exception as error:      # the scores of the others are worth having
@@ -380,7 +381,7 @@ def main():
     parser.add_argument("--torch", metavar="CHECKPOINT", nargs="?", const="",
                         help="score in PyTorch instead: the model file, or this checkpoint")
     parser.add_argument("--processes", type=int, default=1, help="in PyTorch, how many share the sections")
-    parser.add_argument("--within", type=float, default=math.inf, metavar="SECONDS",
+    parser.add_argument("--within", type=float, metavar="SECONDS",
                         help="in PyTorch, leave out what is not done by then")
     parser.add_argument("--json", metavar="FILE", help="write the scores there, with some wrong answers")
     parser.add_argument("--former", metavar="FILE", help="show the scores of this file, written by --json, beside them")
