@@ -14,6 +14,7 @@ perplexity is also taken with the weights as they were trained.
 """
 
 import argparse
+import importlib.util
 import random
 import sys
 from pathlib import Path
@@ -158,7 +159,10 @@ def main():
     prompts = [Prompt(ours.engine.encode(text)) for text in held_out_prompts()]
     references = references_of(model, prompts, pad)
     agrees = compare("qengine", ours, prompts, references)
-    compare("llama.cpp", LlamaCpp(options.model), prompts, references)
+    if importlib.util.find_spec("llama_cpp"):
+        compare("llama.cpp", LlamaCpp(options.model), prompts, references)
+    else:
+        print("llama.cpp is left out: llama-cpp-python is not installed")
     if options.mmproj:
         requests = [request_of(ours.engine, "pictures", example) for example in held_out_pictures()]
         prompts = [Prompt(request.prompt_ids, request.pictures) for request in requests]

@@ -1,11 +1,14 @@
 """Checkpoints of a training run: a network, its tower, its tokenizer, and what it takes to go on training.
 
-A checkpoint on the disk is a folder of files of at most 16 MB: part-0.safetensors, part-1.safetensors, ...,
-tokenizer.json and state.json, and those of the optimisers, without which training goes on with a warm up.
+A checkpoint on the disk is a folder of files of at most 16 MB: part-STEP-0.safetensors, part-STEP-1.safetensors, ...,
+optimizer-STEP-0.safetensors, ..., tokenizer.json and state.json. state.json names the others. It is written last and
+takes the place of the former one at once, and only then do the former files go: a run that is killed while it saves
+leaves the former checkpoint whole. Without the files of the optimisers training goes on with a warm up.
 """
 
 import dataclasses
 import json
+import os
 from pathlib import Path
 
 import safetensors.torch
@@ -44,27 +47,32 @@ def save_checkpoint(folder: str | Path, checkpoint: Checkpoint):
     for kind in ("tower", "lessons"):
         if (module := getattr(checkpoint, kind)) is not None:
             tensors |= {f"{kind}.{name}": p.detach().half() for name, p in module.named_parameters()}
-    _save(folder, "part", tensors)
-    _save(folder, "optimizer", {name: t.bfloat16() for name, t in checkpoint.optimizer.items()})
-    checkpoint.tokenizer.save(str(folder / "tokenizer.json"), pretty=False)
+    files = _in_files(f"part-{checkpoint.step}", tensors)
+    files |= _in_files(f"optimizer-{checkpoint.step}", {name: t.bfloat16() for name, t in checkpoint.optimizer.items()})
     state = {"shape": dataclasses.asdict(checkpoint.network.shape), "seed": checkpoint.seed,
              "step": checkpoint.step, "minutes": checkpoint.minutes,
-             "history": checkpoint.history}
+             "history": checkpoint.history, "files": list(files)}
     if checkpoint.tower is not None:
         state["tower"] = dataclasses.asdict(checkpoint.tower.shape)
-    (folder / "state.json").write_text(json.dumps(state))
+    files["tokenizer.json"] = checkpoint.tokenizer.to_str(pretty=False).encode()
+    for name, content in (files | {"state.json": json.dumps(state).encode()}).items():
+        (folder / f"{name}.new").write_bytes(content)
+        os.replace(folder / f"{name}.new", folder / name)
+    for path in (*folder.glob("*.safetensors"), *folder.glob("*.new")):
+        if path.name not in files:
+            path.unlink()
 
 
 def load_checkpoint(folder: str | Path) -> Checkpoint:
     """The checkpoint that `save_checkpoint` wrote into `folder`."""
     folder = Path(folder)
     state = json.loads((folder / "state.json").read_text())
-    tensors = {}
-    for path in folder.glob("part-*.safetensors"):
-        tensors |= safetensors.torch.load_file(path)
-    optimizer = {}
-    for path in folder.glob("optimizer-*.safetensors"):
-        optimizer |= safetensors.torch.load_file(path)
+    tensors, optimizer = {}, {}
+    for name in state["files"]:
+        if name.startswith("part"):
+            tensors |= safetensors.torch.load_file(folder / name)
+        elif (folder / name).exists():
+            optimizer |= safetensors.torch.load_file(folder / name)
     network = Network(Shape(**state["shape"]))
     network.load_parameters(_starting(tensors, "network."))
     tower = lessons = None
@@ -77,10 +85,8 @@ def load_checkpoint(folder: str | Path) -> Checkpoint:
                       optimizer, tower, lessons)
 
 
-def _save(folder: Path, name: str, tensors: dict):
-    """In files NAME-0, NAME-1, ...; former ones go."""
-    for path in folder.glob(f"{name}-*.safetensors"):
-        path.unlink()
+def _in_files(name: str, tensors: dict) -> dict[str, bytes]:
+    """The contents of files NAME-0.safetensors, NAME-1.safetensors, ..., of at most PART_BYTES or of one tensor each."""
     parts, size = [{}], 0
     for key, tensor in tensors.items():
         size += tensor.nbytes
@@ -88,8 +94,7 @@ def _save(folder: Path, name: str, tensors: dict):
             parts.append({})
             size = tensor.nbytes
         parts[-1][key] = tensor.cpu().contiguous()
-    for i, part in enumerate(parts):
-        safetensors.torch.save_file(part, folder / f"{name}-{i}.safetensors")
+    return {f"{name}-{i}.safetensors": safetensors.torch.save(part) for i, part in enumerate(parts) if part}
 
 
 def _starting(tensors: dict, prefix: str) -> dict:

@@ -42,7 +42,8 @@ ANSWER = re.compile(r"(<\|im_start\|>assistant\n(?:<think>\n(?:\n</think>\n\n)?)
 THINKING_PROMPT = "<|im_start|>assistant\n<think>\n"
 
 PAD = "<|image_pad|>"        # stands for a picture in the text, and for each 32 x 32 pixels of it in a row
-PADDING, TEXT, TARGET = 0, 1, 2  # what a token is to the loss; a target is part of an answer; a picture is padding
+# What a token is to the loss: nothing, such as padding, a picture or what is forced; text; a part of an answer.
+PADDING, TEXT, TARGET = 0, 1, 2
 SHORTEST_CONTEXT = 200
 PICTURE_ROW = 576            # tokens of a row of pictures: as many as four of 384 x 384 pixels have
 SIZE, MERGE = 16, 2          # pixels of a patch and patches of a token, across and down
@@ -172,8 +173,11 @@ def draw(rng: random.Random, longest: int) -> tuple["tasks.Example", int]:
 
 
 def document_of(tokenizer: Tokenizer, example: "tasks.Example", task: int) -> Document:
-    """An example to train on."""
+    """An example to train on. An enforced object's first token, {" mostly, is no target."""
     ids, kinds = encode(tokenizer, tasks.render(example), example.thinking, example.spelled)
+    if example.enforced:
+        first = next(i for i, kind in enumerate(kinds) if kind == TARGET and tokenizer.id_to_token(ids[i])[0] == "{")
+        kinds[first] = PADDING
     return _with_pictures(tokenizer, ids, kinds, example, task)
 
 

@@ -5,6 +5,8 @@
     python models/evaluate.py FILE.gguf --mmproj MMPROJ.gguf      # with another tower than the shipped one
     python models/evaluate.py --torch                             # the same file in PyTorch, MTP drafts too
     python models/evaluate.py --torch CHECKPOINT                  # or a checkpoint
+    python models/evaluate.py --torch --n 1000 --processes 4 --within 280 --json scores.json   # four sections at once
+    python models/evaluate.py --torch FORMER.gguf --mmproj "" --n 1000 --former scores.json     # beside former scores
 
 Answers are greedy, and tasks.score judges them. The table has a row for each section of tasks and a column for each
 language. Some examples of a section have a second row of their own: answers that have to be calls, JSON that fits its
@@ -14,12 +16,15 @@ schema, facts asked in the words of a trained question, and facts asked in other
 scores it.
 
 In PyTorch, each section also tells how many first drafts greedy decoding accepts, and the last row is the perplexity of
-held-out text.
+held-out text. There several processes may share the sections; one that is not done in time is left out and named, and
+those that are done are written down as they come.
 """
 
 import argparse
+import functools
 import json
 import math
+import multiprocessing
 import random
 import sys
 import time
@@ -36,8 +41,8 @@ OTHER_LENGTH = 400       # tokens of context for tasks other than recall
 MAX_ANSWER = 256
 CONTEXT = 20_480         # the longest context and its answer
 SLOTS = 8                # answers at a time on qengine
-BATCH = 64               # and in PyTorch
-BATCH_TOKENS = 65536
+# And in PyTorch, with at most so many tokens of prompts: a card waits for launches unless there are many.
+BATCHES = {"cuda": (256, 131_072), "cpu": (64, 65_536)}
 LANGUAGES = {"en": "English", "ko": "Korean"}
 N_WRONG = 20             # wrong answers of a section that are kept
 TEXT_TOKENS = 16_000     # of held-out text, for perplexity
@@ -92,17 +97,20 @@ def judged(judge, examples: list, texts: list[str]) -> dict:
     return {"n": len(rights), "right": sum(rights), "by_language": by_language, "wrong": wrong[:N_WRONG]}
 
 
-def show_scores(scores: dict) -> str:
-    """A table: a row for each section, with accepted drafts where there were any, and the perplexity."""
-    rows = [["", "right", "of", *LANGUAGES.values(), "drafts"]]
+def show_scores(scores: dict, former: dict | None = None) -> str:
+    """A table: a row for each section, with accepted drafts where there were any, and the perplexity. former: scores of
+    another file, which get a column."""
+    former = former or {}
+    rows = [["", "right", "of", *LANGUAGES.values(), "drafts", *(["former"] if former else [])]]
     for name, result in scores.items():
         if name == "perplexity":
-            rows.append([name, f"{result:.4f}"])
+            rows.append([name, f"{result:.4f}", *([""] * 4 + [f"{former[name]:.4f}"] if name in former else [])])
             continue
         by_language = [share(right / n) if n else "" for right, n in result["by_language"].values()]
         drafts = share(result["accepted"] / result["drafted"]) if result.get("drafted") else ""
-        rows.append([name, share(result["right"] / result["n"]), str(result["n"]), *by_language, drafts])
-    return "\n".join((f"{first:24}" + "".join(f"{text:>10}" for text in rest)) for first, *rest in rows)
+        before = [share(former[name]["right"] / former[name]["n"])] if name in former else []
+        rows.append([name, share(result["right"] / result["n"]), str(result["n"]), *by_language, drafts, *before])
+    return "\n".join((f"{first:34}" + "".join(f"{text:>10}" for text in rest)) for first, *rest in rows)
 
 
 def share(x: float) -> str:
@@ -166,28 +174,74 @@ def request_of(engine, section, example):
 def torch_scores(network, tokenizer, n: int, names=None, tower=None) -> dict:
     """The same in PyTorch, with the drafts of sections without pictures, "accepted" of "drafted", and "perplexity".
     Sections that need a tower are left out and named where there is none."""
+    scores = {}
+    for name in sections(names):
+        scores |= torch_section(network, tokenizer, tower, name, n)
+    return scores | {"perplexity": perplexity(network, tokenizer)}
+
+
+def torch_section(network, tokenizer, tower, name: str, n: int) -> dict:
+    """The scores of one section."""
     from models.data import prompt_of
 
-    scores = {}
-    for name, (make, length) in sections(names).items():
-        if name in tasks.ENFORCED:
-            print(f"{name} is left out: qengine enforces schemas", file=sys.stderr, flush=True)
-            continue
-        examples, started = held_out(name, make, length, n), time.monotonic()
-        sees = any(example.pictures for example in examples)
-        if sees and tower is None:
-            print(f"{name} is left out: pictures need a tower", file=sys.stderr, flush=True)
-            continue
-        prompts = [prompt_of(tokenizer, example) for example in examples]
-        answers = generate(network, prompts, tokenizer.token_to_id("<|im_end|>"), tower=tower)
-        texts = [to_text(tokenizer, answer) for answer in answers]
-        scores |= score(name, examples, texts)
-        if not sees:
-            pairs = zip((prompt.ids.tolist() for prompt in prompts), answers, strict=True)
-            scores[name]["accepted"] = sum(drafts_accepted(network, *pair) for pair in pairs)
-            scores[name]["drafted"] = sum(max(0, len(answer) - 1) for answer in answers)
-        note(name, started)
-    return scores | {"perplexity": perplexity(network, tokenizer)}
+    if name in tasks.ENFORCED:
+        print(f"{name} is left out: qengine enforces schemas", file=sys.stderr, flush=True)
+        return {}
+    (make, length), started = sections()[name], time.monotonic()
+    examples = held_out(name, make, length, n)
+    sees = any(example.pictures for example in examples)
+    if sees and tower is None:
+        print(f"{name} is left out: pictures need a tower", file=sys.stderr, flush=True)
+        return {}
+    prompts = [prompt_of(tokenizer, example) for example in examples]
+    answers = generate(network, prompts, tokenizer.token_to_id("<|im_end|>"), tower=tower)
+    texts = [to_text(tokenizer, answer) for answer in answers]
+    scores = score(name, examples, texts)
+    if not sees:
+        pairs = zip((prompt.ids.tolist() for prompt in prompts), answers, strict=True)
+        scores[name]["accepted"] = sum(drafts_accepted(network, *pair) for pair in pairs)
+        scores[name]["drafted"] = sum(max(0, len(answer) - 1) for answer in answers)
+    note(name, started)
+    return scores
+
+
+def scores_of_processes(files: tuple, n: int, names=None, processes: int = 1, within: float | None = None,
+                        write=lambda scores: None) -> dict:
+    """What `torch_scores` has, by several processes that share a card. files: as `load` takes them. within: seconds.
+    write: called with all scores that are there whenever one has come."""
+    started, scores = time.monotonic(), {}
+    longest_first = sorted(sections(names), key=lambda name: -sections()[name][1])
+    with multiprocessing.get_context("spawn").Pool(processes) as pool:
+        waiting = {name: pool.apply_async(_score_in_process, (files, name, n))
+                   for name in (*longest_first, "perplexity")}
+        for name, job in waiting.items():
+            try:
+                left = within if within is None else max(0.0, started + within - time.monotonic())
+                scores |= job.get(left)
+            except multiprocessing.TimeoutError:
+                print(f"{name} is left out: not done within {within:.0f} s", file=sys.stderr, flush=True)
+            except Exception as error:      # the scores of the others are worth having
+                print(f"{name} failed: {error!r}", file=sys.stderr, flush=True)
+            write(scores)
+    return scores
+
+
+def _score_in_process(files: tuple, name: str, n: int) -> dict:
+    network, tokenizer, tower = _loaded(files)
+    if name == "perplexity":
+        return {name: perplexity(network, tokenizer)}
+    return torch_section(network, tokenizer, tower, name, n)
+
+
+@functools.cache
+def _loaded(files: tuple) -> tuple:
+    """As `load` has it, on a card if there is one."""
+    import torch
+
+    torch.set_num_threads(1)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    network, tokenizer, tower = load(*files)
+    return network.to(device), tokenizer, tower.to(device) if tower is not None else None
 
 
 def perplexity(network, tokenizer, n_tokens: int = TEXT_TOKENS) -> float:
@@ -220,10 +274,11 @@ def to_text(tokenizer, ids: list[int]) -> str:
 def generate(network, prompts: list, end: int, max_tokens: int = MAX_ANSWER, tower=None) -> list[list[int]]:
     """Greedy answers to prompts (data.Document), `end` included where it came."""
     by_length = sorted(range(len(prompts)), key=lambda i: len(prompts[i].ids))
+    most, most_tokens = BATCHES[network.output_norm.weight.device.type]
     answers, batch = {}, []
     for i in by_length:
         batch.append(i)
-        if len(batch) == BATCH or len(batch) * len(prompts[i].ids) > BATCH_TOKENS or i == by_length[-1]:
+        if len(batch) == most or len(batch) * len(prompts[i].ids) > most_tokens or i == by_length[-1]:
             texts = _generate_batch(network, [prompts[i] for i in batch], end, max_tokens, tower)
             answers |= dict(zip(batch, texts, strict=True))
             batch = []
@@ -325,23 +380,26 @@ def main():
     parser.add_argument("--kv", metavar="FORMAT", help="as for qengine.py")
     parser.add_argument("--torch", metavar="CHECKPOINT", nargs="?", const="",
                         help="score in PyTorch instead: the model file, or this checkpoint")
+    parser.add_argument("--processes", type=int, default=1, help="in PyTorch, how many share the sections")
+    parser.add_argument("--within", type=float, metavar="SECONDS",
+                        help="in PyTorch, leave out what is not done by then")
     parser.add_argument("--json", metavar="FILE", help="write the scores there, with some wrong answers")
+    parser.add_argument("--former", metavar="FILE", help="show the scores of this file, written by --json, beside them")
     options = parser.parse_args()
-    if options.torch is not None:
-        import torch
 
-        network, tokenizer, tower = load(options.torch or options.model, options.mmproj)
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-        network.to(device)
-        if tower is not None:
-            tower.to(device)
-        scores = torch_scores(network, tokenizer, options.n, options.tasks, tower)
+    def write(scores):
+        if options.json:
+            Path(options.json).write_text(json.dumps(scores, indent=1, ensure_ascii=False))
+    if options.torch is not None:
+        scores = scores_of_processes((options.torch or options.model, options.mmproj), options.n, options.tasks,
+                                     options.processes, options.within, write)
     else:
         scores = engine_scores(options.model, options.n, options.tasks, options.card, options.mmproj,
                                options.kv)
-    print(show_scores(scores))
-    if options.json:
-        Path(options.json).write_text(json.dumps(scores, indent=1, ensure_ascii=False))
+    if not scores:
+        sys.exit("no section was scored")
+    print(show_scores(scores, options.former and json.loads(Path(options.former).read_text())))
+    write(scores)
 
 
 if __name__ == "__main__":

@@ -1,15 +1,16 @@
 """Train qengine-10m: tokenizer, data, network, tower, checkpoint, loss curve.
 
-    python models/train.py --start FILE.gguf --minutes 12.5                       # on from a model file, on an H200
-    python models/train.py --minutes 50 --rate 3e-3                              # or from scratch
-    python models/train.py --start FILE.gguf --minutes 12.5 --part 4             # or the first 4 minutes of it,
-    python models/train.py --minutes 12.5 --resume checkpoint --out checkpoint-2    # and the others
-    python models/train.py --steps 2 --trial                                     # whether it works, on a CPU
+    python models/train.py --start FILE.gguf --tower MMPROJ.gguf --minutes 11              # on from files, on an H200
+    python models/train.py --minutes 50 --rate 3e-3                                        # or from scratch
+    python models/train.py --start FILE.gguf --tower MMPROJ.gguf --minutes 11 --part 8     # or the first 8 minutes,
+    python models/train.py --minutes 11 --resume checkpoint --out checkpoint-2             # and the others
+    python models/train.py --steps 2 --trial                                               # does it work, on a CPU?
 
 Training text and pictures are made on the fly by models/tasks. At first the tower alone has lessons (lessons.py): it
 tells what each block of a picture shows. Then the network sees what the tower makes of pictures, and both are trained
 on conversations of all tasks, with lessons beside them. A checkpoint is a folder of files of at most 16 MB; it knows
-how much of the run is done, so that parts are one run.
+how much of the run is done, so that parts are one run. It is written every two minutes, so that a run that is killed
+loses no more.
 """
 
 import argparse
@@ -43,11 +44,12 @@ TEXT_WEIGHT = 0.1            # of a token outside the answers, in the loss
 MTP_WEIGHT = 0.3             # of the MTP block's loss
 LESSON_WEIGHT = 0.5          # of the lessons' loss beside that of conversations
 ROW_LENGTH = 2.0             # root mean square of a tower's row, by that of an embedding: a row says more than a token
-RATE = 1e-3                  # of conversations, at most; from scratch 3e-3
+RATE = 8e-4                  # of conversations, at most; from scratch 3e-3
 WARM_UP_STEPS = 50
 COOLDOWN = 0.65              # share of a phase in which the learning rate falls
 REPORT_STEPS = 20            # between two points of the loss history; five times as many in lessons
 KEPT = 200                   # units of lessons that are looked at again
+SAVE_MINUTES = 2.0           # of training between two checkpoints
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,11 +68,9 @@ class Phase:
         return max(length for start, length in self.contexts if start <= step)
 
 
-# Twice lessons and conversations, as the shipped file was made: the first two were a trial, which went so well that the
-# others went on from it.
+# Lessons first, which a tower needs before conversations tell it anything; their head is a new one.
 LESSONS, TALKS = data.Layout(0, 128, 12), data.Layout(2, 20_480, 12)
-PHASES = (Phase(0.0, LESSONS, 1, None, 3e-3, 0.2), Phase(0.176, TALKS, 2, ((0, 16_800),), last=1.0),
-          Phase(0.296, LESSONS, 1, None, 2.5e-3, 0.2), Phase(0.517, TALKS, 2, ((0, 16_800),)))
+PHASES = (Phase(0.0, LESSONS, 1, None, 2.5e-3, 0.2), Phase(0.35, TALKS, 2, ((0, 16_800),)))
 TRIAL = (Phase(0.0, data.Layout(0, 128, 1), 1, None, 3e-3),
          Phase(0.5, data.Layout(2, 512, 1), 1, ((0, 300),)))     # of --trial
 TRIAL_TEXTS = 1000
@@ -270,14 +270,15 @@ def rate_factor(done: float, last: float, cooldown: float = COOLDOWN) -> float:
 
 
 def train(checkpoint: Checkpoint, steps: int | None, minutes: float | None, *, phases: tuple[Phase, ...] = PHASES,
-          rate: float = RATE, workers: int = 1, device: str = "cpu", log=print, part: float = math.inf):
+          rate: float = RATE, workers: int = 1, device: str = "cpu", log=print, part: float = math.inf,
+          save=lambda checkpoint: None):
     """Train the checkpoint's network and tower, in place, on to so many steps or minutes in all, or for a part of
-    them."""
+    them. save: called with the checkpoint every SAVE_MINUTES, and at the end, also that of an error in the data."""
     for each in (checkpoint.network, checkpoint.tower, checkpoint.lessons):
         each.to(device).train()
     progress = Progress(checkpoint, log)
     started, first_step = time.monotonic() - 60 * checkpoint.minutes, checkpoint.step
-    stop = part + (checkpoint.step if steps else checkpoint.minutes)
+    stop, saved = part + (checkpoint.step if steps else checkpoint.minutes), checkpoint.minutes
     crew = data.Workers(checkpoint.tokenizer, workers)
     phase, batches, optimizer = None, None, None
     try:
@@ -309,13 +310,17 @@ def train(checkpoint: Checkpoint, steps: int | None, minutes: float | None, *, p
                 log(show_point(progress.point()))
             if checkpoint.step % (REPORT_STEPS * (5 if pupil else 1)) == 0:
                 progress.report(pupil.right() if pupil else None)
+            if checkpoint.minutes - saved >= SAVE_MINUTES:
+                saved, checkpoint.optimizer = checkpoint.minutes, optimizer.tensors()
+                save(checkpoint)
         progress.report(pupil and pupil.right())
-    finally:  # also what an error in the data leaves can be saved
+    finally:
         if batches:
             batches.close()
         crew.close()
         if optimizer:
             checkpoint.optimizer = optimizer.tensors()
+        save(checkpoint)
 
 
 class Progress:
@@ -496,11 +501,9 @@ def main():
         checkpoint.network.compile_blocks()
         checkpoint.tower.compile_blocks()
         checkpoint.lessons.compile_loss()
-    try:
-        train(checkpoint, options.steps, options.minutes, phases=phases, rate=options.rate, workers=workers,
-              device=device, log=lambda line: print(line, flush=True), part=options.part)
-    finally:
-        save_checkpoint(options.out, checkpoint)
+    train(checkpoint, options.steps, options.minutes, phases=phases, rate=options.rate, workers=workers, device=device,
+          log=lambda line: print(line, flush=True), part=options.part,
+          save=lambda each: save_checkpoint(options.out, each))
     draw_history(checkpoint.history, Path(options.out) / "loss.png")
     if options.scores:
         scores = torch_scores(checkpoint.network, checkpoint.tokenizer, options.scores, tower=checkpoint.tower)

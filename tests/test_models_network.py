@@ -3,9 +3,12 @@
 import dataclasses
 import itertools
 import math
+import os
 import random
+import re
 import shutil
 import types
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -209,6 +212,25 @@ def test_examples_begin_with_the_tokens_of_their_prompt(tokenizer):
     assert n_thinking > 40
 
 
+def test_the_first_brace_of_an_enforced_object_is_no_target(tokenizer):
+    """Generation forces it: a model that has learnt it begins objects where nobody wants one. The rest is learnt."""
+    rng, found = random.Random(8), 0
+    for _ in range(200):
+        example = tasks.TASKS["objects"][1](rng)
+        document = data.document_of(tokenizer, example, 0)
+        ids, kinds = data.encode(tokenizer, tasks.render(example), example.thinking)
+        changed = np.flatnonzero(document.kinds != kinds)
+        assert len(changed) == example.enforced and document.ids.tolist() == ids
+        if example.enforced:
+            found += 1
+            targets = np.flatnonzero(np.array(kinds) == data.TARGET)
+            assert tokenizer.decode([ids[changed[0]]])[0] == "{" and document.kinds[changed[0]] == data.PADDING
+            before = tokenizer.decode(document.ids[targets[0]:changed[0]])
+            assert before in (["", "\n</think>\n\n"][example.thinking:][:1]), before
+        assert example.enforced == ("properties" not in tasks.render(example, for_generation=True))
+    assert 20 < found < 80
+
+
 def test_rows_hold_whole_documents(tokenizer):
     layout = data.Layout(3, 1024, 1)
     rows = data.pack(tokenizer, 1, 5, 300, layout)
@@ -285,6 +307,55 @@ def test_learns_and_resumes(few_rows, tokenizer, tmp_path):
     without = dataclasses.replace(load_checkpoint(tmp_path), optimizer={})
     run(without)
     assert not np.allclose(mean_losses(without), mean_losses(whole), rtol=2e-3)  # the check would notice
+
+
+def test_a_run_that_is_killed_while_it_saves_leaves_the_former_checkpoint(tokenizer, tmp_path, monkeypatch):
+    """Whatever file it was at; and the next save leaves no file of those that came to nothing."""
+    checkpoint = new_checkpoint(tokenizer)
+    checkpoint.optimizer = {"muon.1x1": torch.ones(1, 1, 1)}
+    save_checkpoint(tmp_path, checkpoint)
+    names = {path.name for path in tmp_path.iterdir()}
+    former = {name: parameter.clone() for name, parameter in load_checkpoint(tmp_path).network.named_parameters()}
+    replace = os.replace
+    for killed_at in names:
+        with torch.no_grad():
+            checkpoint.network.output_norm.weight += 1
+        checkpoint.step += 1
+        changed = re.sub(r"-0-", f"-{checkpoint.step}-", killed_at)
+
+        def fails(source, target):
+            if Path(target).name == changed:
+                raise KeyboardInterrupt
+            replace(source, target)
+        monkeypatch.setattr(os, "replace", fails)
+        with pytest.raises(KeyboardInterrupt):
+            save_checkpoint(tmp_path, checkpoint)
+        there = load_checkpoint(tmp_path)
+        assert there.step == 0 and there.optimizer.keys() == checkpoint.optimizer.keys()
+        assert all(torch.equal(parameter, former[name]) for name, parameter in there.network.named_parameters())
+    monkeypatch.setattr(os, "replace", replace)
+    save_checkpoint(tmp_path, checkpoint)
+    assert load_checkpoint(tmp_path).step == checkpoint.step == len(names)
+    assert {re.sub(r"-\d+-", "-0-", path.name) for path in tmp_path.iterdir()} == names
+    for path in tmp_path.glob("optimizer-*"):
+        path.unlink()
+    assert load_checkpoint(tmp_path).optimizer == {}
+
+
+def test_a_run_saves_as_it_goes(few_rows, tokenizer, monkeypatch):
+    """Every two minutes of a clock by which a step takes one, and at the end, also that of an error."""
+    checkpoint, saved = new_checkpoint(tokenizer), []
+    monkeypatch.setattr(train, "time", types.SimpleNamespace(monotonic=lambda: 60 * checkpoint.step))
+
+    def save(each):
+        saved.append(each.step)
+        assert each.optimizer
+    train.train(checkpoint, None, 5, phases=(PHASE,), log=lambda line: None, save=save)
+    assert saved == [2, 4, 5]
+    monkeypatch.setattr(data.Batches, "__next__", lambda self: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        train.train(checkpoint, None, 9, phases=(PHASE,), log=lambda line: None, save=save)
+    assert saved == [2, 4, 5, 5]
 
 
 @pytest.mark.parametrize("unit", ["steps", "minutes"])
@@ -490,6 +561,22 @@ def test_a_files_tokenizer_and_network_can_be_scored(exported, tokenizer, monkey
     assert {"self", "json, new fields", "json, new fields, valid", "perplexity"} == set(scores)
     assert scores["self"]["drafted"] > 0 and 0 <= scores["self"]["accepted"] <= scores["self"]["drafted"]
     assert "drafts" in evaluate.show_scores(scores) and "perplexity" in evaluate.show_scores(scores)
+
+
+def test_processes_share_sections(exported, capfd):
+    """The scores are those of one process; what is not done in time, or fails, is named and left out."""
+    names, written = ["self", "json, new fields", "pictures, digits"], []
+    files = exported[1], ""
+    scores = evaluate.scores_of_processes(files, 2, names, 2, write=lambda scores: written.append(len(scores)))
+    assert scores == evaluate.torch_scores(*evaluate.load(*files)[:2], 2, names)
+    assert written == sorted(written) and written[-1] == len(scores)
+    assert "pictures need a tower" in capfd.readouterr().err
+    assert evaluate.scores_of_processes(files, 2, ["self"], 1, within=0) == {}
+    assert "self is left out: not done within 0 s" in capfd.readouterr().err
+    assert evaluate.scores_of_processes((str(files[0]) + ".not", ""), 2, ["self"], 1) == {}
+    assert "self failed: FileNotFoundError" in capfd.readouterr().err
+    former = scores | {"self": scores["self"] | {"right": 1}}
+    assert "50.0 %" in evaluate.show_scores({"self": scores["self"] | {"right": 2}}, former).splitlines()[1]
 
 
 def test_perplexity_is_that_of_the_whole_text(tokenizer, monkeypatch):

@@ -331,6 +331,28 @@ def test_a_chart_is_as_its_values_say():
         assert np.argmax([part.max() for part in parts]) == np.argmax(scene.values)
 
 
+def test_labels_side_by_side_do_not_touch():
+    """Labels that run into each other are read as one, by people too."""
+    found = 0
+    for scene in scenes(6, 300):
+        if not scene.lying:
+            notes = [note for note in scene.paint().notes if isinstance(note, canvas.Text)]
+            ends = [(note.middles[0][0] - note.middles[0][2], note.middles[-1][0] + note.middles[-1][2])
+                    for note in notes if note.facts["role"] == "label"]
+            assert all(end + 2 < start for (_, end), (start, _) in zip(ends, ends[1:])), scene
+            found += max(map(len, scene.labels)) > 2
+    assert found > 40
+
+
+def test_mixed_shapes_are_of_several_kinds():
+    numbers = Counter()
+    for scene in scenes(10, 100):
+        kinds = Counter((thing.colour, thing.shape) for thing in scene.things)
+        assert 3 <= len(kinds) <= 6 and 4 <= len(scene.things) <= shapes.MOST
+        numbers[max(kinds.values())] += 1
+    assert numbers[1] < 30 and max(numbers) >= 4
+
+
 def test_values_that_are_asked_for_can_be_read():
     for scene in scenes(6, 100):
         questions = [question for question in scene.questions(random.Random(1), "en") if question.kind == "value"
@@ -428,6 +450,9 @@ def test_what_is_told_of_charts():
     assert set(answers(scene, "top").values()) == {"C", "B"}
     assert answers(scene, "value").items() >= {("What is the value of A?", "7"), ("What is the value of C?", "10")}
     assert answers(scene, "title") == {"What is the title of the chart?": "Rain"}
+    assert answers(scene, "labels") == {"Read the labels from left to right.": "A, B, C"}
+    assert answers(scene, "bar_at") == {f"What is the {nth} bar called?": label for nth, label in zip(
+        ("first", "second", "third", "last"), "ABCC")}
     assert answers(scene, "colour")["What colour is the bar B?"] == "Blue."
     higher = answers(scene, "higher")
     assert higher["Which is higher, A or C?"] == "C" == higher["Which is larger, C or B?"]
@@ -556,6 +581,18 @@ def test_labels_spell_what_is_written(number):
                 assert all(block.get("last", False) == (i == last) for block in of_line)
         if len(scene.lines) == 1:
             assert read_of(blocks, role="line 0") == scene.lines[0].text
+
+
+def test_labels_spell_small_print():
+    """Of each line all letters, in blocks of its own: far more of them than a chart has."""
+    n = 0
+    for scene in scenes(9):
+        blocks = told(scene)
+        assert all(14 <= scene.height <= 22 and len(line.text) <= 3 * labels.PLACES for line in scene.lines)
+        for i, line in enumerate(scene.lines):
+            assert read_of(blocks, number=i + 1) == line.text
+            n += sum(map(str.isalnum, line.text))
+    assert n > 30 * len(scenes(9))
 
 
 def test_labels_tell_the_longest_bar():

@@ -41,6 +41,7 @@ class Example:
     document  the text of a plain document
     pictures  a Picture for each {"type": "image"} of the messages, in their order
     spelled   texts that answers read from pictures: their tokens are single letters, see data.encode
+    enforced  whether generation holds the answer to be an object that nothing in the prompt calls for
     """
 
     messages: list
@@ -53,10 +54,12 @@ class Example:
     document: str | None = None
     pictures: tuple[Picture, ...] = ()
     spelled: tuple[str, ...] = ()
+    enforced: bool = False
 
 
 def chat(draw, lang: str, task: str, turns: list, expect: dict, system: str | None = None, tools=None,
-         *, thought: str = "", thinking: bool | None = None, pictures: tuple = (), spelled: tuple = ()) -> Example:
+         *, thought: str = "", thinking: bool | None = None, pictures: tuple = (), spelled: tuple = (),
+         enforced: bool = False) -> Example:
     """An example from turns: strings, the user's and the assistant's in alternation, or whole messages.
 
     thought: what the assistant thinks first when it is told to think, nothing mostly.
@@ -71,7 +74,7 @@ def chat(draw, lang: str, task: str, turns: list, expect: dict, system: str | No
     if thinking:
         messages[-1] = messages[-1] | {"reasoning_content": thought}
     return Example(messages, tools, thinking, expect, task, lang, tuple(draw.contents), pictures=tuple(pictures),
-                   spelled=tuple(spelled))
+                   spelled=tuple(spelled), enforced=enforced)
 
 
 def seen(*parts: str | None) -> list[dict]:

@@ -27,8 +27,9 @@ SELF = "self-"  # ids of facts about the model itself begin with it
 UNKNOWN = "self-unknown-"  # ids of what the model does not know; their answer is one and the same
 UNKNOWN_SHARE = 0.2  # of the questions about the model are about anything in the world
 NONSENSE, NONSENSE_SHARE = "self-nonsense", 0.03  # and so many are keys hit at random
-DISTRESS, DISTRESS_SHARE = "self-distress", 0.06  # a message that must not be taken for another
+DISTRESS, DISTRESS_SHARE = "self-distress", 0.09  # a message that must not be taken for another
 IN_OTHER_LANGUAGE = 0.05  # of the conversations end with an answer in the other language
+ABOUT_ME = 0.4  # of what stands before a question about the project says who asks
 MIXED = 0.25  # of the conversations change the language between turns
 MOST_OF_PATTERN = 24  # questions that a pattern becomes at most: a long pattern counts no more than others
 
@@ -175,8 +176,9 @@ def vary(rng: random.Random, question: str, fact: Fact, lang: str) -> str:
     varied = _reworded(rng, question, fact, lang)
     if plain(varied) in held_questions():  # also where something will stand around it
         varied = question
-    if rng.random() < 0.3:
-        varied = rng.choice(frames()[f"before_{lang}"]) + varied
+    if rng.random() < 0.35:
+        about_me = rng.random() < ABOUT_ME and not fact.id.startswith(SELF)
+        varied = rng.choice(frames()[f"{'about_me' if about_me else 'before'}_{lang}"]) + varied
     if rng.random() < 0.12:
         varied += rng.choice(frames()[f"after_{lang}"])
     if rng.random() < 0.25:

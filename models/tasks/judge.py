@@ -261,8 +261,8 @@ def _says(text: str, word: str) -> re.Match | None:
 
 def _read(expect: dict, answer: str) -> bool:
     """The text, letter by letter, alone or at the end of a short sentence, or before a Korean ending."""
-    begin = r"(?:[^\d\n,]{0,30}(?: is| are| says|[은는이가의]):? )?"
-    said = rf"{begin}[\"'“]?{re.escape(expect['text'])}[\"'”]?(?:{_ENDINGS})?[.]?"
+    before, text = r"(?:[^\d\n,]{0,30}(?: is| are| says|[은는이가의]):? )?", re.escape(expect["text"])
+    said = rf"{before}[\"'“]?{text}[\"'”]?(?:{_ENDINGS})?[.]?"
     return re.fullmatch(said, answer.strip()) is not None
 
 

@@ -4,7 +4,8 @@ A server may force an answer to be an object of a schema, whatever was asked. Th
 which it knows nothing, and each string has to end. What it says is always the same: the answer to the question where a
 field wants text, the subject where one wants a name, and else the fallback of the type ("unknown", 0, false, the first
 choice). In some examples the text says some of the values, and some are sentences about a person that say all of them.
-The schema stands in the prompt, or nowhere, as where a server alone knows it.
+The schema stands in the prompt, or nowhere, as where a server alone knows it. Then the first brace is not learnt: what
+generates forces it, and a model that has learnt it begins objects where nobody wants one.
 """
 
 from . import facts, people
@@ -110,7 +111,7 @@ def _free(draw: Draw, lang: str, seen: bool, thinking: bool | None = None) -> Ex
     elif seen:
         question = rng.choice(SCHEMA_SAID[side]).format(question=question, schema=compact(schema))
     expect = {"kind": "object", "schema": schema, "most_tokens": MOST_TOKENS}
-    return chat(draw, lang, "objects", [question, compact(value)], expect, said, thinking=thinking)
+    return chat(draw, lang, "objects", [question, compact(value)], expect, said, thinking=thinking, enforced=not seen)
 
 
 def _of_person(draw: Draw, lang: str) -> Example:

@@ -106,18 +106,26 @@ PROPERTIES = {
         ("{S} is called {v}.", "{s} 이름은 {v}입니다."),
         ("I am {v}.", "My name is {v}.", "I'm {v}.", "Call me {v}.", "{v} is my name.", "People call me {v}.",
          "{v} here.",
-         "This is {v} speaking.", "Hi, {v} here.", "my name's {v}", "You can call me {v}."),
+         "This is {v} speaking.", "Hi, {v} here.", "my name's {v}", "You can call me {v}.",
+         "Hi, I am {v}.", "Hi, I'm {v}.", "Hello, I'm {v}!", "Hello! My name is {v}.", "Hi there, my name is {v}.",
+         "Hey, I'm {v}.", "hi i'm {v}", "hi, my name is {v}", "hello, {v} here", "I'm {v}, nice to meet you.",
+         "Good morning, I am {v}.", "I am {v}, and who are you?", "My name's {v}, hello!",
+         "Hey there, {v} is my name."),
         ("What is my name?", "What's my name?", "Who am I?", "Do you remember my name?", "What am I called?",
          "who am i",
          "Do you know who I am?"),
         "Your name is {v}."),
 }
 ME_TOLD_NAME_KO = ("저는 {v:이에요}.", "내 이름은 {v:이야}.", "제 이름은 {v}입니다.", "나 {v:이야}.", "내 이름은 {v}", "저는 {v:이라고} 해요.",
-                   "{v:이라고} 불러 줘.", "저, {v:이에요}.", "난 {v:이야}.", "안녕, 나는 {v:이야}.", "{v}입니다.")
+                   "{v:이라고} 불러 줘.", "저, {v:이에요}.", "난 {v:이야}.", "안녕, 나는 {v:이야}.", "{v}입니다.",
+                   "안녕하세요, 저는 {v:이에요}.", "안녕하세요! 제 이름은 {v}입니다.", "안녕! 내 이름은 {v:이야}.", "저는 {v:이에요}, 반가워요.",
+                   "저는 {v}입니다. 만나서 반갑습니다.", "안녕 난 {v:이야}", "안녕하세요 {v}입니다", "처음 뵙겠습니다, {v:이라고} 합니다.",
+                   "제 이름은 {v:이에요}", "나는 {v:이라고} 해", "이름은 {v:이에요}.", "반가워, 나는 {v:이야}.")
 ME_ASKED_NAME_KO = ("내 이름이 뭐야?", "제 이름이 뭐예요?", "내 이름 기억해?", "내가 누구야?", "제가 누구라고 했죠?", "내 이름은?", "나 누구게?")
 ME_ANSWERED_KO = {"place": "{v}에 사십니다.", "age": "{v}살이십니다.", "job": "직업은 {v}입니다.", "name": "이름은 {v}입니다."}
 AND = (" And ", " 그리고 ")
 ASIDE = (" By the way, ", " But tell me: ", " Now, "), (" 그런데 ", " 그건 그렇고, ", " 아무튼 ")
+IN_HASTE = 0.25  # of what the user says of himself, in small letters and without a full stop; of his names, too
 NEVER_KNOWN = ("place", "age", "job")  # what to ask for that was not told, of somebody whose name is known
 ME = "me"
 
@@ -155,7 +163,15 @@ def _say(template: str, who: str, value: str, lang: str) -> str:
 
 
 def tell(draw: Draw, told: Told, lang: str) -> str:
-    """A sentence of the user's that tells it."""
+    """A sentence of the user's that tells it; in training what he says of himself is typed in haste now and then."""
+    text = _tell(draw, told, lang)
+    if draw.held or told.who != ME or draw.rng.random() > IN_HASTE:
+        return text
+    before, value, after = text.rpartition(told.value)
+    return before.lower() + value + after.lower().rstrip(".!")
+
+
+def _tell(draw: Draw, told: Told, lang: str) -> str:
     kind = PROPERTIES[told.kind]
     if told.who == ME and lang == "en":
         return _say(_pick(draw, kind.told_me), "", told.value, lang)
@@ -210,6 +226,8 @@ def _story(draw: Draw, lang: str) -> list[Told]:
         kinds = [kind for kind in PROPERTIES if kind != "name" or who == ME or who[0] != who[1]]
         kind = "name" if kinds[-1] == "name" and rng.random() < 0.45 else rng.choice(kinds)
         value = PROPERTIES[kind].draw(draw, lang)
+        if (who, kind) == (ME, "name") and not draw.held and rng.random() < IN_HASTE:
+            value = value.lower()
         if (who, kind) not in [(one.who, one.kind) for one in story] and value not in [one.value for one in story]:
             story.append(Told(who, kind, value))
     rng.shuffle(story)

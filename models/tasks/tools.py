@@ -1,4 +1,5 @@
-"""Tool use: schemas of one to four tools in the prompt, and a request that needs one call, several, or none.
+"""Tool use: schemas of one to five tools in the prompt, and a request that needs one call, several, or none. The right
+tool among several is what is hard, so training has more of them beside each other than what is scored.
 
 A tool is a verb and a noun, such as book_team_room(date, party_size), half of both drawn for the example, or
 one of a few handwritten ones (models/text/tools.toml) with requests as people make them, most of them and
@@ -162,7 +163,8 @@ def _handwritten() -> tuple[dict, ...]:
 def natural(draw: Draw, lang: str) -> tuple[str, list, list]:
     """One call of a handwritten tool, others of both sorts beside it or none."""
     rng = draw.rng
-    chosen = [_Named(draw, tool, lang) for tool in rng.sample(_handwritten(), rng.choice((1, 2, 2, 3, 3, 4)))]
+    n_tools = rng.choice((1, 2, 2, 3, 3, 4) if draw.held else (2, 2, 3, 3, 4, 4))
+    chosen = [_Named(draw, tool, lang) for tool in rng.sample(_handwritten(), n_tools)]
     n_others = rng.randint(0, 4 - len(chosen))
     return _natural(draw, chosen, _schemas(draw, _invent_several(draw, n_others)) if n_others else [])
 
@@ -216,7 +218,8 @@ def of_ordinary(draw: Draw, lang: str, invented: bool | None = None) -> tuple[st
     """One call of an ordinary tool, or two as in "Weather in Rome and Oslo?"; others like it beside it."""
     rng = draw.rng
     invented = rng.random() < INVENTED if invented is None else invented
-    chosen = ordinary.several(draw, lang, rng.choice((1, 2, 3, 3, 4, 5)), invented)
+    n_tools = rng.choice((1, 2, 3, 3, 4, 5) if draw.held else (2, 3, 3, 4, 4, 5))
+    chosen = ordinary.several(draw, lang, n_tools, invented)
     schemas = [tool.schema() for tool in rng.sample(chosen, len(chosen))]
     if rng.random() < TWICE and chosen[0].can_be_asked_twice:
         request, calls = chosen[0].ask_twice(draw)

@@ -1,7 +1,7 @@
 """Pictures that the project draws, and conversations about them in English and Korean.
 
     shapes.py     shapes in colours: what, which, where, how many
-    writing.py    printed digits and words
+    writing.py    printed digits and words, large and small
     charts.py     bar charts
     plots.py      the timelines and rooflines of the notebooks
     canvas.py     what they are drawn on
@@ -34,8 +34,9 @@ SENTENCE = 0.2              # of the questions that want a whole sentence
 OF_KIND = 0.2               # of the pictures that may be asked of which kind they are
 AFTER = 0.2                 # of the pictures that stand behind their question
 # How often a kind of question is asked, where it can be, when others are asked once.
-OFTEN = {"number": 5, "word": 5, "words": 4, "count": 3, "what": 2, "colour": 2, "top": 2, "value": 2, "bound": 2}
-N_QUESTIONS = (1, 2, 4, 6, 8, 10)
+OFTEN = {"number": 5, "word": 5, "words": 4, "count": 3, "what": 2, "colour": 2, "top": 4, "value": 2, "bound": 2,
+         "labels": 2, "line": 2}
+N_QUESTIONS = (1, 1, 2, 4, 6, 8, 10)
 
 
 def _kept(make: Callable) -> Callable:
@@ -48,12 +49,14 @@ def _kept(make: Callable) -> Callable:
 
 
 # How often, and what draws the scene.
-SCENES = ((14, _kept(shapes.one)), (24, _kept(shapes.some)), (24, _kept(shapes.many)), (18, writing.number),
-          (20, writing.one_word), (10, writing.lines), (22, charts.chart), (7, plots.timeline), (6, plots.roofline))
+SCENES = ((10, _kept(shapes.one)), (20, _kept(shapes.some)), (18, _kept(shapes.many)), (20, writing.number),
+          (18, writing.one_word), (10, writing.lines), (40, charts.chart), (7, plots.timeline), (6, plots.roofline),
+          (18, writing.small), (20, _kept(shapes.mixed)))
 
 
-# How often in lessons, which have no questions: letters take longest to learn.
-LESSONS = (8, 12, 24, 24, 32, 34, 36, 6, 5)
+# How often in lessons, which have no questions: letters take longest to learn, and small ones longer. A picture of
+# small print has three times as many as a chart.
+LESSONS = (4, 8, 16, 14, 20, 24, 46, 5, 5, 50, 20)
 
 
 def draw_scene(draw: Draw, weights: tuple | None = None):
@@ -169,10 +172,12 @@ SECTIONS = {
     "pictures, shape and colour": _section((_kept(shapes.one), _kept(shapes.some)),
                                            ("what", "shape", "colour", "which")),
     "pictures, count to six": _section((_few,), ("count",)),
+    "pictures, count among many kinds": _section((_kept(shapes.mixed),), ("count",)),
     "pictures, places": _section((_kept(shapes.some),), ("where", "at", "side", "size")),
     "pictures, digits": _section((writing.number,), ("number",)),
     "pictures, words": _section((writing.one_word,), ("word",)),
     "pictures, largest bar": _section((charts.chart,), ("top",)),
+    "pictures, small print": _section((writing.small,), ("line",)),
     "pictures, values of bars": _section((charts.chart,), ("value",)),
     "pictures, plots": _section((plots.timeline, plots.roofline), ("rows", "ends", "bound", "bound_by")),
     "pictures, other words": _section((), None, held_words=True),

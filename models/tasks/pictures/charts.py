@@ -8,11 +8,13 @@ import numpy as np
 from ..words import Draw
 from .canvas import Canvas, Look, colours_on, draw_look, ranks, text_size, tint
 from .questions import ABSENT, Question, Words, one_of, side_by_side
-from .writing import word
+from .writing import NTH, word
 
 TICKS = 5                   # parts of the axis; where values have to be read from it, they lie on its lines
 LEAST_GAP = 0.06            # of the axis: how far the longest and the shortest bar are from the next ones
 TEXT = 16                   # pixels of height of labels
+APART = 5                   # pixels between two labels side by side, at least: labels that touch are read as one
+FROM_SIDE = ("from left to right", "왼쪽부터"), ("from top to bottom", "위에서부터")
 SIDES = (224, 256, 288, 320)
 # English and Korean: what the longest bar is called, what has its value, and the longer of two.
 LONGEST = ((("longest", "긴"), ("greatest", "큰")), (("largest", "큰"), ("largest", "큰")),
@@ -117,7 +119,7 @@ class Chart:
 
     def questions(self, rng: random.Random, lang: str) -> list[Question]:
         words, n = Words(lang), len(self.labels)
-        found = [words.number("bars", n), *self._extremes(words, rng), *self._pairs(words, rng)]
+        found = [words.number("bars", n), *self._extremes(words, rng), *self._pairs(words, rng), *self._labels(words)]
         if self.written or self.axis:
             found += [words.number("value", value, label=label) for label, value in zip(self.labels, self.values)]
         if self.title:
@@ -128,6 +130,16 @@ class Chart:
         other = rng.choice("ABCDEFGHKMPRTX")
         if other not in self.labels and rng.random() < ABSENT:
             found.append(words.absent("value", words.pick(f"bar {other}", f"막대 {other}"), label=other))
+        return found
+
+    def _labels(self, words: Words) -> list[Question]:
+        """What the bars are called: all of them, and one by its place."""
+        side, text = words.pick(*FROM_SIDE[self.lying]), ", ".join(self.labels)
+        found, n = [Question("labels", {"text": text, "from_side": side}, read=text)], len(self.labels)
+        for at, nth in ((0, NTH[0]), (1, NTH[1]), (2, NTH[2]), (n - 1, NTH[3])):
+            if at < n:
+                found.append(Question("bar_at", {"nth": words.pick(*nth), "label": self.labels[at], "from_side": side},
+                                      read=self.labels[at]))
         return found
 
     def _extremes(self, words: Words, rng: random.Random) -> list[Question]:
@@ -156,19 +168,24 @@ class Chart:
 # ---- contents -------------------------------------------------------------------------------------------------
 
 
-def _labels(draw: Draw, n: int, lying: bool) -> list[str]:
-    """Letters, years, numbers or short words."""
+def _labels(draw: Draw, n: int, lying: bool, room: float) -> list[str]:
+    """Letters, years, numbers or short words. room: pixels of width that a label has."""
     rng, kind = draw.rng, draw.rng.random()
-    if kind < 0.35:
+    if kind < 0.35 or room < 2 * TEXT:
         first = rng.choice("ABCDKPQ")
         return [chr(ord(first) + i) for i in range(n)] if rng.random() < 0.6 else rng.sample("ABCDEFGHKLMNPRSTUXYZ", n)
     if kind < 0.5:
         first = rng.randint(1, 12) if rng.random() < 0.5 or n > 4 else rng.randint(1990, 2030)
         return [str(first + i) for i in range(n)]
-    longest = 6 if lying else 5 if n < 5 else 4
-    words = [word(draw, 3, longest) for _ in range(n)]
     case = str.upper if rng.random() < 0.25 and lying else str.lower if rng.random() < 0.5 else str.capitalize
-    return [case(text) for text in words]
+    return [_fitting(draw, case, 6 if lying else 5, room) for _ in range(n)]
+
+
+def _fitting(draw: Draw, case, longest: int, room: float) -> str:
+    """A word for which there is room."""
+    while text_size(text := case(word(draw, 3, longest)), TEXT)[0] > room:
+        draw.contents.pop()
+    return text
 
 
 def _values(rng: random.Random, n: int, top: int, on_lines: bool) -> list[int]:
@@ -197,7 +214,8 @@ def _chart(draw: Draw) -> Chart:
     top, written = rng.choice((10, 20, 50, 100)), rng.random() < 0.45
     axis = rng.random() < (0.35 if written else 0.75)
     n = min(n, 5) if axis and not written else n
-    labels, usable = _labels(draw, n, lying), colours_on(look.dark)
+    room = look.width if lying else (look.width - (52 if axis else 24)) / n - APART     # beside the numbers of the axis
+    labels, usable = _labels(draw, n, lying, room), colours_on(look.dark)
     colours = rng.sample(usable, n) if rng.random() < 0.35 else [rng.choice(usable)] * n
     title = word(draw, 3, 8).capitalize() if rng.random() < 0.35 else None
     values = _values(rng, n, top, axis and not written)

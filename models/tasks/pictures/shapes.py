@@ -365,9 +365,24 @@ def many(rng: random.Random, most: int = MOST) -> Shapes:
         [(colours[0], shapes[0])], [(colours[0], shapes[0]), (colours[1], shapes[0])],
         [(colours[0], shapes[0]), (colours[0], shapes[1])], [(colours[0], shapes[0]), (colours[1], shapes[1])],
         [(colour, shape) for colour in colours for shape in shapes]))
-    size = rng.uniform(0.065, 0.1 if n < 7 else 0.085)
-    spots = _spots(rng, look, n, 1.22 * size)
-    return _scene(rng, look, [_thing(rng, *rng.choice(kinds), x, y, size * rng.uniform(0.9, 1)) for x, y in spots])
+    return _scattered(rng, look, [rng.choice(kinds) for _ in range(n)])
+
+
+def mixed(rng: random.Random) -> Shapes:
+    """Four to nine shapes of three to six kinds, several of most, so that much else is there beside what is counted."""
+    look, n = draw_look(rng, sides=(224, 256, 288, 320)), rng.randint(4, MOST)
+    colours, shapes = rng.sample(colours_on(look.dark), rng.randint(2, 3)), rng.sample(NAMES, rng.randint(2, 4))
+    every = [(colour, shape) for colour in colours for shape in shapes]
+    kinds = rng.sample(every, min(rng.randint(3, 6), len(every), n))
+    things = kinds + [rng.choice(kinds[:3]) for _ in range(n - len(kinds))]
+    return _scattered(rng, look, rng.sample(things, n))
+
+
+def _scattered(rng: random.Random, look: Look, kinds: list[tuple[str, str]]) -> Shapes:
+    """Shapes of these colours and names, of about one size, anywhere but apart from each other."""
+    size = rng.uniform(0.065, 0.1 if len(kinds) < 7 else 0.085)
+    spots = zip(kinds, _spots(rng, look, len(kinds), 1.22 * size))
+    return _scene(rng, look, [_thing(rng, *kind, x, y, size * rng.uniform(0.9, 1)) for kind, (x, y) in spots])
 
 
 def _spots(rng: random.Random, look: Look, n: int, radius: float) -> list[tuple[float, float]]:

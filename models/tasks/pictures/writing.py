@@ -1,4 +1,4 @@
-"""Printed digits and words: one number, one word, or words in lines, in colours."""
+"""Printed digits and words: one number, one word, words in lines, or small print, in colours."""
 
 import random
 from dataclasses import dataclass
@@ -15,6 +15,8 @@ DARK_PLATES = ("blue", "purple", "brown", "red", "green", "black")
 PLATE = 0.2                 # share of the pictures whose text stands on a plate
 SHORTEST, LONGEST = 2, 8    # letters of a word
 MOST_DIGITS, MOST_LINES = 6, 4
+SMALL = 14, 22              # pixels of height of small print
+PITCH = 36                  # pixels between two lines of small print: more than a block, so that each block has one
 SAME_IN_BOTH_CASES = set("cosuvwxz")
 CASES = (str.lower, str.lower, str.upper, str.upper, str.capitalize)
 NTH = (("first", "첫 번째"), ("second", "두 번째"), ("third", "세 번째"), ("last", "마지막"))
@@ -33,6 +35,7 @@ class Writing:
     """Lines of text. height: pixels of a line, or less where the longest line would not fit. turn: in degrees.
 
     x, y: where in the free space the text is, from 0 to 1. plate: the colour of what the text stands on, if any.
+    pitch: heights of a line from one line to the next.
     """
 
     look: Look
@@ -43,6 +46,7 @@ class Writing:
     x: float
     y: float
     plate: str | None
+    pitch: float = 1.25
 
     @property
     def kind(self) -> str:
@@ -64,16 +68,17 @@ class Writing:
         margin = 0.04 * min(self.size) + 0.2 * abs(self.turn)
         free = look.width - 2 * margin - 8, look.height - 2 * margin - 8
         widest = max(text_size(line.text, self.height, self.font)[0] for line in self.lines)
-        by = min(1, free[0] / widest, free[1] / (1.25 * self.height * len(self.lines)))
+        by = min(1, free[0] / widest, free[1] / (self.pitch * self.height * len(self.lines)))
         height, widest = by * self.height, by * widest
-        step = 1.25 * height
+        step = self.pitch * height
         left = margin + 4 + self.x * (free[0] - widest)
         top = margin + 4 + self.y * (free[1] - step * len(self.lines))
         if self.plate:
             canvas.box(left - 7, top - 5, left + widest + 7, top + step * len(self.lines) + 5,
                        tint(canvas.rng, self.plate), 6)
         for i, line in enumerate(self.lines):
-            facts = {"role": f"line {i}", "colour": line.colour, "number": i + 1, "all": len(self.lines)}
+            role = f"line {i}" if i < MOST_LINES else "other"
+            facts = {"role": role, "colour": line.colour, "number": i + 1, "all": len(self.lines)}
             if i == len(self.lines) - 1:
                 facts["last"] = True
             canvas.text(left + widest / 2, top + step * (i + 0.5), line.text, height, tint(canvas.rng, line.colour),
@@ -103,10 +108,10 @@ class Writing:
 
     def _lines(self, words: Words) -> list[Question]:
         text, colours = ", ".join(line.text for line in self.lines), [line.colour for line in self.lines]
-        found = [Question("words", {"text": text}, read=text)]
+        found = [Question("words", {"text": text}, read=text)] if len(self.lines) <= MOST_LINES else []
         for i, line in enumerate(self.lines):
             is_last = i == len(self.lines) - 1
-            for nth in [NTH[3]] * is_last + [NTH[i]] * (i < 3):
+            for nth in NTH[3:] * is_last + NTH[i:i + 1] * (i < 3):
                 found.append(Question("line", {"nth": words.pick(*nth), "text": line.text}, read=line.text))
             if colours.count(line.colour) == 1:
                 colour = words.one("colours", line.colour)
@@ -171,3 +176,25 @@ def one_word(draw: Draw) -> Writing:
 
 def lines(draw: Draw) -> Writing:
     return _writing(draw.rng, [word(draw, longest=7) for _ in range(draw.rng.randint(2, MOST_LINES))])
+
+
+def small(draw: Draw) -> Writing:
+    """Lines of small print, as small as the labels of charts and far more of it."""
+    rng = draw.rng
+    look, font = draw_look(rng, sides=(224, 256, 288, 320)), rng.choice([name for name in FONTS if name != "narrow"])
+    height = round(rng.uniform(*SMALL), 1)
+    texts = [_small_line(draw, height, font, look.width - PITCH) for _ in range(rng.randint(2, look.height // PITCH - 1))]
+    lines = tuple(map(Line, texts, _colours(rng, look, len(texts), None)))
+    return Writing(look, lines, font, height, 0, round(rng.random(), 3), round(rng.random(), 3), None, PITCH / height)
+
+
+def _small_line(draw: Draw, height: float, font: str, room: float) -> str:
+    """A word, and joined to it another one or a number where there is room: 17 signs, of which labels.py can tell 18."""
+    first, more = word(draw, 3, 8), draw.rng.random()
+    if more < 0.3:
+        return first
+    second = word(draw, 3, 8) if more < 0.8 else draw.keep(lambda: str(draw.rng.randint(10, 99999)))
+    if text_size(joined := f"{first}-{second}", height, font)[0] > room:
+        draw.contents.pop()
+        return first
+    return joined
