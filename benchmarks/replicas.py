@@ -242,7 +242,8 @@ def two_nodes(options) -> dict:
     here.close()
     with nodes(2):
         for n in 1, 2:
-            with replicas(maker.__name__, n, model, **arguments) as engine, serving(app(engine), "127.0.0.1", 0) as port:
+            with (replicas(maker.__name__, n, model, **arguments) as engine,
+                  serving(app(engine), "127.0.0.1", 0) as port):
                 speed(port, 16, 5)
                 before, began = processor_seconds(), time.perf_counter()
                 tokens[n] = speed(port, 16, n_tokens)

@@ -1,8 +1,8 @@
 """Model files of a node: what tells one from others, and where those are kept that the node has fetched.
 
 A file is told from others by its fingerprint, a digest of all of it. It is computed from the digests of pieces, so
-that a file that comes in pieces has been read when it is there. Reading 28 GB takes a while; so fingerprints are kept in
-NOTES, each with the size, the times and the inode of its file. A file is read again only where one of these differs.
+that a file that comes in pieces has been read when it is there. Reading 28 GB takes a while; so fingerprints are kept
+in NOTES, each with the size, the times and the inode of its file. A file is read again only where one of these differs.
 
     root/<name of a set>/used       locked as long as a process uses the files; its time says when it was last seen so
                          lock       locked by the process that fetches files
