@@ -348,7 +348,8 @@ def test_a_part_may_end_where_a_phase_does(tokenizer):
         for parameter in (each for network in networks for each in network.parameters()):
             parameter.grad = torch.ones_like(parameter)
         return train.Optimizer(*networks)
-    net, eyes = network.Network(SMALL), tower.Tower(tower.TowerShape(width=64, n_blocks=1, n_heads=1, ffn=64, hidden=64))
+    shape = tower.TowerShape(width=64, n_blocks=1, n_heads=1, ffn=64, hidden=64)
+    net, eyes = network.Network(SMALL), tower.Tower(shape)
     of_lessons = with_gradients(eyes)
     of_lessons.step(1e-3)
     remembered = of_lessons.tensors()
