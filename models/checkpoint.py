@@ -86,8 +86,7 @@ def load_checkpoint(folder: str | Path) -> Checkpoint:
 
 
 def _in_files(name: str, tensors: dict) -> dict[str, bytes]:
-    """The contents of files NAME-0.safetensors, NAME-1.safetensors, ..., of at most PART_BYTES or of one tensor
-    each."""
+    """The contents of files NAME-0.safetensors, NAME-1.safetensors, ...: PART_BYTES at most, or one tensor, in each."""
     parts, size = [{}], 0
     for key, tensor in tensors.items():
         size += tensor.nbytes

@@ -139,19 +139,25 @@ class Optimizer:
             for parameter in group:
                 parameter.grad = None
 
+    def _momenta(self) -> dict[str, torch.Tensor]:
+        return {f"muon.{rows}x{columns}": buffer for (rows, columns), buffer in self.muon.buffers.items()}
+
     def tensors(self) -> dict[str, torch.Tensor]:
         """What it must remember, by name."""
-        kept = {f"muon.{rows}x{columns}": buffer for (rows, columns), buffer in self.muon.buffers.items()}
+        kept = self._momenta()
         for i, state in self.adam.state_dict()["state"].items():
             kept |= {f"adam.{i}.{key}": state[key] for key in ("exp_avg", "exp_avg_sq")}
         return kept
 
     def load(self, tensors: dict[str, torch.Tensor], step: int) -> bool:
-        """Goes on from what was remembered after so many steps, or tells that there is nothing."""
-        if not tensors:
+        """Goes on from what was remembered after so many steps, or tells that there is nothing, or nothing of these
+        networks: a part may have ended where a phase does."""
+        momenta = self._momenta()
+        if {name: t.shape for name, t in tensors.items() if name.startswith("muon.")} != {
+                name: buffer.shape for name, buffer in momenta.items()}:
             return False
-        for (rows, columns), buffer in self.muon.buffers.items():
-            buffer.copy_(tensors[f"muon.{rows}x{columns}"])
+        for name, buffer in momenta.items():
+            buffer.copy_(tensors[name])
         state = self.adam.state_dict()
         for i in state["param_groups"][0]["params"]:
             state["state"][i] = {key: tensors[f"adam.{i}.{key}"].float() for key in ("exp_avg", "exp_avg_sq")}

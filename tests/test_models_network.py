@@ -342,6 +342,21 @@ def test_a_run_that_is_killed_while_it_saves_leaves_the_former_checkpoint(tokeni
     assert load_checkpoint(tmp_path).optimizer == {}
 
 
+def test_a_part_may_end_where_a_phase_does(tokenizer):
+    """What the optimisers of lessons remember is none of conversations', which have more matrices."""
+    def with_gradients(*networks):
+        for parameter in (each for network in networks for each in network.parameters()):
+            parameter.grad = torch.ones_like(parameter)
+        return train.Optimizer(*networks)
+    shape = tower.TowerShape(width=64, n_blocks=1, n_heads=1, ffn=64, hidden=64)
+    net, eyes = network.Network(SMALL), tower.Tower(shape)
+    of_lessons = with_gradients(eyes)
+    of_lessons.step(1e-3)
+    remembered = of_lessons.tensors()
+    assert with_gradients(eyes).load(remembered, 1) and not with_gradients(eyes).load({}, 1)
+    assert not with_gradients(eyes, net).load(remembered, 1)
+
+
 def test_a_run_saves_as_it_goes(few_rows, tokenizer, monkeypatch):
     """Every two minutes of a clock by which a step takes one, and at the end, also that of an error."""
     checkpoint, saved = new_checkpoint(tokenizer), []

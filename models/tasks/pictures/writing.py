@@ -183,15 +183,14 @@ def small(draw: Draw) -> Writing:
     rng = draw.rng
     look, font = draw_look(rng, sides=(224, 256, 288, 320)), rng.choice([name for name in FONTS if name != "narrow"])
     height = round(rng.uniform(*SMALL), 1)
-    texts = [_small_line(draw, height, font, look.width - PITCH)
-             for _ in range(rng.randint(2, look.height // PITCH - 1))]
+    n = rng.randint(2, look.height // PITCH - 1)
+    texts = [_small_line(draw, height, font, look.width - PITCH) for _ in range(n)]
     lines = tuple(map(Line, texts, _colours(rng, look, len(texts), None)))
     return Writing(look, lines, font, height, 0, round(rng.random(), 3), round(rng.random(), 3), None, PITCH / height)
 
 
 def _small_line(draw: Draw, height: float, font: str, room: float) -> str:
-    """A word, and joined to it another one or a number where there is room: 17 signs, of which labels.py can tell
-    18."""
+    """A word, and joined to it another one or a number where there is room: at most the 18 signs that are labelled."""
     first, more = word(draw, 3, 8), draw.rng.random()
     if more < 0.3:
         return first
