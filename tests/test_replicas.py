@@ -52,7 +52,7 @@ LIMIT = 120                 # seconds that anything may take on a machine with m
 @pytest.fixture(scope="module")
 def two_nodes():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cluster, "HEALTH_SECONDS", (1, 30))       # so what has died is replaced sooner
+        patch.setattr(cluster, "HEALTH_SECONDS", (3, 30))       # so what has died is replaced sooner
         with nodes(16, 16) as found:        # not real ones: they only say who is placed where
             yield found
 

@@ -8,6 +8,7 @@ import asyncio
 import importlib
 import os
 import socket
+import time
 from dataclasses import dataclass, field
 
 import ray
@@ -20,6 +21,8 @@ from kernels.compile import CompileError
 
 from .feed import Feed
 from .wire import UNHEARD, error_told, fingerprint, unpacked
+
+LEASE = 5.0                 # seconds that a stream without answers lasts, as one that is cancelled may not hear of it
 
 
 @dataclass(frozen=True)
@@ -93,12 +96,12 @@ class Replica:
         return self.feeds[front]
 
     async def listen(self, replica: str, front: str, stream: int, knows: bool):
-        """Gives the messages of a front's feed until the front has another stream. replica: the id of this one, for
-        router.py. stream, knows: see Feed.listen."""
-        feed = self.feed(front)
+        """Gives the messages of a front's feed until the front has another stream, or for LEASE seconds and as long
+        after as it has answers. replica: the id of this one, for router.py. stream, knows: see Feed.listen."""
+        feed, end = self.feed(front), time.monotonic() + LEASE
         messages = feed.listen(stream, knows)
         try:
-            while messages and (message := await messages.get()):
+            while messages and (time.monotonic() < end or feed.jobs) and (message := await messages.get()):
                 yield message
         finally:
             feed.leave(stream)

@@ -16,7 +16,7 @@ from engine.request import ContextExceeded, DeadlineExceeded, Delta, EngineStopp
 
 REPORT_SECONDS = 1.0        # between two messages of a replica, at most
 GAP = 0.04                  # seconds between messages with nothing urgent: each costs both ends about a millisecond
-NEXT_SECONDS = 5.0          # after which a front asks for the next stream, and so says that it lives
+NEXT_SECONDS = 2.0          # after which a front asks for the next stream, and so says that it lives
 WHOLE = "ended"             # the end of an answer that did not fail
 UNHEARD = "unheard", None, "it had not heard of this front for long"       # as `error_told` has errors
 # Of an Answer, as engine/request.py has them.
