@@ -518,15 +518,14 @@ def test_several_replicated_models_on_the_command_line():
         models = send(port, "GET", "/v1/models")[2]["data"]
         assert [one["id"] for one in models] == ["a", "b"]
         wait_until(lambda: len(states_at(port)) == 3 and {*states_at(port)} == {"up"}, LIMIT)
-        answers = {name: send(port, "POST", CHAT, {"model": name, "temperature": 0, "max_tokens": 8, "messages": [
-            {"role": "user", "content": chat if name == "a" else "hi"}]})[2] for name in "ab"}
-        assert {name: answer["model"] for name, answer in answers.items()} == {"a": "a", "b": "b"}
-        for name, file, content in ("a", qengine.DEFAULT_MODEL, [DEFAULT_PICTURE, chat[1]["text"]]), ("b", TINY, "hi"):
-            here = qengine.load(file, card="emulated", ctx=1024, progress=False)
-            said = here.chat([{"role": "user", "content": content}], max_tokens=8)
-            here.close()
-            assert answers[name]["choices"][0]["message"]["content"] == said != ""
-            assert name == "b" or said == "3"
+        short = {"temperature": 0, "max_tokens": 8}
+        seen = send(port, "POST", CHAT, short | {"model": "a", "messages": [{"role": "user", "content": chat}]})[2]
+        told = send(port, "POST", "/v1/completions", short | {"model": "b", "prompt": "hi"})[2]
+        assert (seen["model"], told["model"]) == ("a", "b")
+        assert seen["choices"][0]["message"]["content"] == "3"
+        here = qengine.load(TINY, card="emulated", ctx=1024, progress=False)
+        assert told["choices"][0]["text"] == here.generate("hi", max_tokens=8) != ""
+        here.close()
         started = descendants(process.pid)
     finally:
         process.terminate()
@@ -561,7 +560,8 @@ def test_a_file_is_fetched_in_pieces(two_nodes, tmp_path, kept, n_bytes):
     elsewhere = dataclasses.replace(offer, path=str(tmp_path / "other" / "model.gguf"))
     got, = files.taken([elsewhere], kept)
     assert got != str(path) and open(got, "rb").read() == data
-    assert files.taken([elsewhere], kept) == [got] and files.under_way([offer]) == {}
+    assert files.taken([elsewhere], kept) == [got]
+    wait_until(lambda: files.under_way([offer]) == {})      # nodes tell how far they are without waiting for it
 
 
 def test_a_model_in_parts_is_fetched_into_one_folder(two_nodes, tmp_path, kept):

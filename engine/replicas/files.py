@@ -24,6 +24,7 @@ from .store import PIECE, Store, digest_of, fingerprint, fingerprint_of
 
 NAMESPACE = "qengine"
 MOST_SILENT = 30.0          # seconds; a node that says nothing of a file for longer has given it up
+LATE_SECONDS = 1.0          # by which a word of how far a node is may come after a later one
 STORE = Store()             # of this node
 
 
@@ -69,15 +70,18 @@ class Server:
         return digest_of(data), data
 
     def tell(self, node: str, what: str, path: str, share: float):
+        """Calls may overtake each other: a smaller share that comes soon after a larger one is old."""
+        now = time.monotonic()
         with self.lock:
-            self.told[node, what, path] = share, time.monotonic()
+            before, when = self.told.get((node, what, path), (0.0, now))
+            if share >= before or now - when > LATE_SECONDS:
+                self.told[node, what, path] = share, now
 
     def under_way(self) -> dict[tuple[str, str, str], float]:
         with self.lock:
             now = time.monotonic()
-            self.told = {about: (share, when) for about, (share, when) in self.told.items()
-                         if share < 1 and now - when < MOST_SILENT}
-            return {about: share for about, (share, _) in self.told.items()}
+            self.told = {about: (share, when) for about, (share, when) in self.told.items() if now - when < MOST_SILENT}
+            return {about: share for about, (share, _) in self.told.items() if share < 1}
 
 
 def offered(paths: list[str], tell: Callable = lambda *about: None) -> list[Offer]:
