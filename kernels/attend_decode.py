@@ -451,7 +451,7 @@ def attend_kernel(format, group, head_dim, rotary, gated, quantized, early, widt
     walk_alone, merge_warps = None, merge_function(head_dim, group)
     if alone:
         load_keys, load_values, n_k_loaded, n_v_loaded, n_staged, walk_alone = walk_of(
-            format, head_dim, group, dot_heads, put_rows_function)
+            format, head_dim, group, put_rows_function)
         expands_keys = expands_values = True
         n_chains = max(WARPS * n_staged, n_spans * head_dim, 2 * group * UNITS)
 

@@ -33,8 +33,8 @@ from numba import cuda
 from numba.types import float32, int32, uint32, uint64
 
 from kernels.attend_codes import KEYS, as_float, exchange, scale_of
-from kernels.intrinsics import (dp4a, exp, float_max, half2_high, half2_low, hfma2, load_shared, load_shared4,
-                                load_words4, pack_half2, store_shared, store_shared4)
+from kernels.intrinsics import (dp4a, exp, float_max, half2_high, half2_low, hfma2, hmul2, load_shared,
+                                load_shared4, load_word, load_words4, pack_half2, store_shared, store_shared4)
 from kernels.kv_formats import PAGE
 
 EVERY_LANE = 0xFFFFFFFF
@@ -60,28 +60,53 @@ def query_row(row):
     return -(-row // 4) * 4
 
 
+def slice_shape(row):
+    """Of a slice with rows of so many words: (loads of 16 bytes for each lane, the words that are left, whether a load
+    of 4 bytes for each lane brings those)."""
+    whole, left = divmod(KEYS * row, 128)
+    return whole, left, left <= 32
+
+
+def slice_words(row):
+    """Registers of a lane that a slice takes."""
+    whole, left, is_short = slice_shape(row)
+    return 4 * whole + (min(left, 1) if is_short else 4)
+
+
 def slice_functions(row):
     """load_slice, store_slice and put_row: for rows of so many words."""
-    n_fours, n_rounds = KEYS * row // 4, -(-KEYS * row // 128)
+    whole, left, is_short = slice_shape(row)
 
     @cuda.jit(device=True, forceinline=True)
     def load_slice(raw, pages, page, first, last, lane):
         """Loads the rows first .. first + 7 of a page, wherever its last live one is."""
         at = uint64(uint64(page * uint64(PAGE * row)) + uint64(uint32(first * uint32(row))))
-        for i in range(uint32(n_rounds)):
-            four, n = uint32(lane + uint32(32) * i), uint32(uint32(4) * i)
-            if four < uint32(n_fours):
-                raw[n], raw[n + uint32(1)], raw[n + uint32(2)], raw[n + uint32(3)] = load_words4(
-                    pages, uint64(at + uint64(uint32(four * uint32(4)))))
+        at, of_left = uint64(at + uint64(uint32(lane * uint32(4)))), uint64(at + uint64(128 * whole))
+        for i in range(uint32(whole)):
+            n = uint32(uint32(4) * i)
+            raw[n], raw[n + uint32(1)], raw[n + uint32(2)], raw[n + uint32(3)] = load_words4(
+                pages, uint64(at + uint64(uint32(uint32(128) * i))))
+        if is_short:
+            if lane < uint32(left):
+                raw[4 * whole] = load_word(pages, uint64(of_left + uint64(lane)))
+        elif lane < uint32(left // 4):
+            raw[4 * whole], raw[4 * whole + 1], raw[4 * whole + 2], raw[4 * whole + 3] = load_words4(
+                pages, uint64(at + uint64(128 * whole)))
 
     @cuda.jit(device=True, forceinline=True)
     def store_slice(to, raw, lane):
         """Writes what `load_slice` has loaded to a shared address."""
-        for i in range(uint32(n_rounds)):
-            four, n = uint32(lane + uint32(32) * i), uint32(uint32(4) * i)
-            if four < uint32(n_fours):
-                store_shared4(to + uint64(uint32(four * uint32(16))), raw[n], raw[n + uint32(1)], raw[n + uint32(2)],
-                              raw[n + uint32(3)])
+        at, of_left = to + uint64(uint32(lane * uint32(16))), to + uint64(512 * whole)
+        for i in range(uint32(whole)):
+            n = uint32(uint32(4) * i)
+            store_shared4(at + uint64(uint32(uint32(512) * i)), raw[n], raw[n + uint32(1)], raw[n + uint32(2)],
+                          raw[n + uint32(3)])
+        if is_short:
+            if lane < uint32(left):
+                store_shared(of_left + uint64(uint32(lane * uint32(4))), raw[4 * whole])
+        elif lane < uint32(left // 4):
+            store_shared4(at + uint64(512 * whole), raw[4 * whole], raw[4 * whole + 1], raw[4 * whole + 2],
+                          raw[4 * whole + 3])
 
     @cuda.jit(device=True, forceinline=True)
     def put_row(slice_at, at, new, lane):
@@ -94,6 +119,21 @@ def slice_functions(row):
                                  load_shared(at + uint64(uint32(n * uint32(4)))))
 
     return load_slice, store_slice, put_row
+
+
+def in_turn(functions):
+    """A device function that calls these of 4 arguments, one after the other. In a loop the compiler may keep the loop,
+    and with it what each turn computes anew."""
+    if not functions:
+        return cuda.jit(device=True, forceinline=True)(lambda a, b, c, d: None)
+    first, others = functions[0], in_turn(functions[1:])
+
+    @cuda.jit(device=True, forceinline=True)
+    def call(a, b, c, d):
+        first(a, b, c, d)
+        others(a, b, c, d)
+
+    return call
 
 
 def scores_of_codes(kind, head_dim, group):
@@ -166,11 +206,11 @@ def scores_of_codes(kind, head_dim, group):
     return own_scale, key_of, scores
 
 
-def scores_of_halves(kind, head_dim, group, dot_heads):
-    """The same for keys of fewer bits. dot_heads: of kernels/attend_decode.py."""
+def scores_of_halves(kind, head_dim, group):
+    """The same for keys of fewer bits: products of halves, and float sums in the order of kernels/attend_decode.py. A
+    key is expanded for all heads at once, and then it is forgotten."""
     row, load_shared_row = kind.row(head_dim), kind.functions(head_dim).load_shared
-    own_keys, chunks, most = KEYS * head_dim // 256, head_dim // 8, group - 1
-    n_words, query_bytes = 4 * own_keys, 2 * head_dim
+    own_keys, chunks, query_bytes = KEYS * head_dim // 256, head_dim // 8, 2 * head_dim
 
     @cuda.jit(device=True, forceinline=True)
     def own_scale(query_at, lane):
@@ -181,19 +221,50 @@ def scores_of_halves(kind, head_dim, group, dot_heads):
         return uint32(lane >> uint32(2))
 
     @cuda.jit(device=True, forceinline=True)
-    def query_of(queries, head, chunk):
-        return queries + uint64(uint32(uint32(min(head, most) * query_bytes) + uint32(chunk * uint32(16))))
+    def dot(q, k):
+        h = hfma2(q[3], k[3], hfma2(q[2], k[2], hfma2(q[1], k[1], hmul2(q[0], k[0]))))
+        return half2_low(h) + half2_high(h)
+
+    @cuda.jit(device=True, forceinline=True)
+    def exchange_floats(x, y, upper, offset):
+        keep, send = (y, x) if upper else (x, y)
+        return keep + cuda.shfl_xor_sync(EVERY_LANE, send, offset)
+
+    def sum_key(j):
+        """Of keys j and j + 4, one for each half of the warp: the lane's part of the products with all heads."""
+        @cuda.jit(device=True, forceinline=True)
+        def sum_one(x, keys_at, queries, lane):
+            chunk, upper = uint32(lane & uint32(chunks - 1)), (lane & uint32(16)) != uint32(0)
+            at = keys_at + uint64(4 * row * j)
+            if own_keys != KEYS:
+                at = at + uint64(uint32(uint32(lane >> uint32(4)) * uint32(4 * row * own_keys)))
+            k = load_shared_row(at, chunk)
+            further = k
+            if own_keys == KEYS:
+                further = load_shared_row(at + uint64(4 * row * 4), chunk)
+            for h in range(uint32(HEADS)):
+                n = uint32(uint32(4) * h + uint32(j))
+                if h < uint32(group):
+                    q = load_shared4(queries + uint64(uint32(uint32(h) * uint32(query_bytes) + chunk * uint32(16))))
+                    x[n] = exchange_floats(dot(q, k), dot(q, further), upper, 16) if own_keys == KEYS else dot(q, k)
+                else:
+                    x[n] = x[uint32(n - uint32(4))]     # the last head again
+        return sum_one
+
+    sum_keys = in_turn([sum_key(j) for j in range(4)])
 
     @cuda.jit(device=True, forceinline=True)
     def scores(keys_at, queries, scale, lane):
-        k, chunk = cuda.local.array(n_words, uint32), uint32(lane & uint32(chunks - 1))
-        at = keys_at + uint64(uint32(uint32(lane // uint32(chunks)) * uint32(own_keys * 4 * row)))
-        for j in range(uint32(own_keys)):
-            n = uint32(uint32(4) * j)
-            k[n], k[n + uint32(1)], k[n + uint32(2)], k[n + uint32(3)] = load_shared_row(
-                at + uint64(uint32(uint32(j) * uint32(4 * row))), chunk)
-        return dot_heads(query_of(queries, 0, chunk), query_of(queries, 1, chunk), query_of(queries, 2, chunk),
-                         query_of(queries, 3, chunk), queries, k, lane)
+        x = cuda.local.array(16, float32)               # [head][key, or pair of keys]
+        sum_keys(x, keys_at, queries, lane)
+        for h in range(uint32(HEADS)):
+            n, upper = uint32(uint32(4) * h), (lane & uint32(8)) != uint32(0)
+            x0 = exchange_floats(x[n], x[n + uint32(2)], upper, 8)
+            x1 = exchange_floats(x[n + uint32(1)], x[n + uint32(3)], upper, 8)
+            x[h] = exchange_floats(x0, x1, (lane & uint32(4)) != uint32(0), 4)
+        upper = (lane & uint32(2)) != uint32(0)
+        x0, x1 = exchange_floats(x[0], x[2], upper, 2), exchange_floats(x[1], x[3], upper, 2)
+        return exchange_floats(x0, x1, (lane & uint32(1)) != uint32(0), 1)
 
     return own_scale, key_of, scores
 
@@ -214,18 +285,11 @@ def value_functions(kind, head_dim, group, rolled):
                 n = uint32(uint32(4) * g + w)
                 chains[n] = hfma2(p[g], v[w], chains[n])
 
-    def add_keys_from(j):
-        """A function that adds the keys j .. of a lane, one after the other, without a loop."""
-        if j == own_keys:
-            return cuda.jit(device=True, forceinline=True)(lambda chains, values_at, p_at, chunk: None)
-        add_others = add_keys_from(j + 1)
-
+    def add_key_function(j):
         @cuda.jit(device=True, forceinline=True)
-        def add_keys(chains, values_at, p_at, chunk):
-            add_key(chains, values_at + uint64(4 * j * row), p_at + uint64(16 * j), chunk)
-            add_others(chains, values_at, p_at, chunk)
-
-        return add_keys
+        def add_one(chains, values_at, p_at, chunk):
+            add_key(chains, values_at + uint64(4 * row * j), p_at + uint64(16 * j), chunk)
+        return add_one
 
     @cuda.jit(device=True, forceinline=True)
     def add_in_a_loop(chains, values_at, p_at, chunk):
@@ -233,7 +297,7 @@ def value_functions(kind, head_dim, group, rolled):
             add_key(chains, values_at + uint64(uint32(uint32(j) * uint32(4 * row))),
                     p_at + uint64(uint32(uint32(j) * uint32(16))), chunk)
 
-    add_keys = add_in_a_loop if rolled else add_keys_from(0)
+    add_keys = add_in_a_loop if rolled else in_turn([add_key_function(j) for j in range(own_keys)])
 
     @cuda.jit(device=True, forceinline=True)
     def add_values(o, values_at, p_at, lane):
@@ -251,15 +315,15 @@ def value_functions(kind, head_dim, group, rolled):
     return add_values
 
 
-def walk_of(format, head_dim, group, dot_heads, put_rows_function, rolled=False):
-    """The Walk. put_rows_function(put_row): a function that puts all new rows; with dot_heads of attend_decode.py."""
+def walk_of(format, head_dim, group, put_rows_function, rolled=False):
+    """The Walk. put_rows_function(put_row): puts all new rows, of kernels/attend_decode.py."""
     k_row, v_row = format.keys.row(head_dim), format.values.row(head_dim)
     load_keys, store_keys, put_key = slice_functions(k_row)
     load_values, store_values, put_value = slice_functions(v_row)
     put_keys, put_values = put_rows_function(put_key), put_rows_function(put_value)
     by_codes, n_o = format.keys.by_codes, 8 * group
     parts = scores_of_codes(format.keys, head_dim, group) if by_codes else \
-        scores_of_halves(format.keys, head_dim, group, dot_heads)
+        scores_of_halves(format.keys, head_dim, group)
     own_scale, key_of, scores = parts
     add_values = value_functions(format.values, head_dim, group, rolled)
     query_bytes = 4 * query_row(k_row) if by_codes else 2 * head_dim
@@ -333,5 +397,4 @@ def walk_of(format, head_dim, group, dot_heads, put_rows_function, rolled=False)
             at = uint32(warp * uint32(group) + lane)
             factors[at], totals[at] = high, total
 
-    n_key_words, n_value_words = (4 * -(-KEYS * row // 128) for row in (k_row, v_row))
-    return Walk(load_keys, load_values, n_key_words, n_value_words, KEYS * (k_row + v_row), walk_alone)
+    return Walk(load_keys, load_values, slice_words(k_row), slice_words(v_row), KEYS * (k_row + v_row), walk_alone)
