@@ -56,9 +56,9 @@ float16, read once; 4 (D + 2) written and read per unit and head.
 before the products with them, and of its keys before the scores. Keys in 8 bits are multiplied as they are, by integers
 (kernels/attend_codes.py). A warp turns its query (kernels/hadamard.py), and the block that merges the units turns the
 output back before the gate. With fewer bytes to wait for, the waits of warps for each other take most of the time. So
-in a block of up to ALONE heads they do not wait: each warp has maxima, sums and results of its own, of its 8 keys of
-each page, and they are merged at the end of the unit. Measurements: benchmarks/results.md, sections attend_decode and
-kv_formats.
+in a block of up to ALONE heads they do not wait (kernels/attend_staged.py): each warp has maxima, sums and results of
+its own, of its 8 keys of each page, and they are merged at the end of the unit. Measurements: benchmarks/results.md,
+sections attend_decode and kv_formats.
 """
 
 from functools import cache, partial as bind
@@ -68,8 +68,9 @@ import numpy as np
 from numba import cuda
 from numba.types import float16, float32, int32, uint32, uint64
 
-from kernels import attend_codes
+from kernels import attend_codes, attend_staged
 from kernels.attention import TOLERANCE_ALL, attention_reference, gates, head_error
+from kernels.attend_staged import walk_of
 from kernels.bench import Case, main
 from kernels.card import Array
 from kernels.compile import launches_overlap
@@ -303,102 +304,13 @@ def unit_functions(head_dim, group):
 
 
 def warps_work_alone(format, group):
-    """Whether the warps of a block wait for each other at the end of a unit only: `alone_functions`."""
+    """Whether the warps of a block wait for each other at the end of a unit only: kernels/attend_staged.py."""
     return format.expands and group <= ALONE
 
 
-def alone_functions(format, head_dim, group, parts):
-    """walk_alone and merge_warps, for a block of one row. parts: device functions.
-
-    Each warp has a maximum, a sum and a result of its own, of its 8 keys of each page: a lane those of its 8 dims of
-    all heads. So no warp waits for another until the end of the unit, when the results of the warps are added in
-    increasing order, rescaled to the highest maximum."""
-    (load_keys, expand_keys, put_keys), (load_values, expand_values, put_values), (dot_heads, chain_values) = parts
-    k_row, own_keys, expands_keys = format.keys.row(head_dim), KEYS * head_dim // (32 * DIMS), not format.keys.by_codes
-    n_quads, most, query_bytes = -(-group // 4), uint32(group - 1), 2 * head_dim if expands_keys else 4 * k_row
-    k_bytes, n_spans, n_o = 4 * k_row, 32 * DIMS // head_dim * WARPS, DIMS * group
-
-    @cuda.jit(device=True, forceinline=True)
-    def weigh(x, high, total, quad):
-        """Probabilities of the scores x of the lane's key and head, relative to the highest so far: (p, what rescales
-        the pages before)."""
-        page_high = x
-        for offset in (4, 8, 16):
-            page_high = float_max(page_high, cuda.shfl_xor_sync(EVERY_LANE, page_high, offset))
-        new_high = float_max(high[quad], page_high)
-        of_before, p = exp(high[quad] - new_high), exp(x - new_high)
-        high[quad], total[quad] = new_high, cuda.fma(total[quad], of_before, p)
-        return p, of_before
-
-    @cuda.jit(device=True, forceinline=True)
-    def walk_alone(o, factors, totals, words, k_pages, v_pages, block_table, cache, pages, page, last,
-                   query_at, queries, newest_at, new_rows, score_places, warp, lane):
-        kw, loaded_keys, vw, loaded_values, pw = words
-        max_pages, slot, kv_head, n_kv = cache
-        first_page, end_page, last_page, position = pages
-        p_at, score_at = score_places
-        first_key, own_head = uint32(warp * uint32(KEYS)), uint32(lane & uint32(3))
-        high, total = cuda.local.array(n_quads, float32), cuda.local.array(n_quads, float32)
-        for quad in range(uint32(n_quads)):
-            high[quad], total[quad] = float32(MINUS_INFINITY), float32(0.0)
-        for i in range(uint32(n_o)):
-            o[i] = float32(0.0)
-        for done in range(uint32(end_page - first_page)):
-            number = uint32(first_page + uint32(done) + uint32(1))
-            next_last, next_page = uint32(0), page
-            more = number < end_page
-            if more:
-                next_page = head_of_page(block_table, max_pages, slot, number, kv_head, n_kv)
-                next_last = uint32(min(uint32(position - number * uint32(PAGE)), uint32(PAGE - 1)))
-            load_next = more and first_key <= next_last
-            if first_key <= last:
-                if expands_keys:
-                    expand_keys(kw, loaded_keys, lane)
-                if number > last_page:
-                    put_keys(kw, newest_at, new_rows, uint32(0), first_key, lane)
-                for quad in range(uint32(n_quads)):
-                    g = uint32(uint32(4) * quad)
-                    own_g = uint32(min(uint32(g + own_head), most))     # the last head again
-                    x = dot_heads(query_at + uint64(uint32(g * uint32(query_bytes))),
-                                  query_at + uint64(uint32(min(g + uint32(1), most) * uint32(query_bytes))),
-                                  query_at + uint64(uint32(min(g + uint32(2), most) * uint32(query_bytes))),
-                                  query_at + uint64(uint32(min(g + uint32(3), most) * uint32(query_bytes))),
-                                  queries + uint64(uint32(own_g * uint32(query_bytes))), kw, lane)
-                    x = x if uint32(first_key + uint32(lane >> uint32(2))) <= last else float32(MINUS_INFINITY)
-                    p, of_before = weigh(x, high, total, quad)
-                    store_shared(score_at + uint64(uint32(own_g * uint32(4 * PAGE))), pack_half2(p, p))
-                    if not cuda.all_sync(EVERY_LANE, of_before == float32(1.0)):
-                        for i in range(uint32(min(4, group))):
-                            f = cuda.shfl_sync(EVERY_LANE, of_before, i)
-                            if g + i < uint32(group):
-                                for d in range(uint32(DIMS)):
-                                    n = uint32(uint32(DIMS) * uint32(g + i) + d)
-                                    o[n] = o[n] * f
-                cuda.syncwarp()
-                if load_next:
-                    load_keys(loaded_keys, k_pages, next_page, first_key, next_last, lane)
-                expand_values(vw, loaded_values, lane)
-                if number > last_page:
-                    put_values(vw, newest_at + uint64(k_bytes), new_rows, uint32(0), first_key, lane)
-                for g in range(uint32(group)):
-                    at = p_at + uint64(uint32(g * uint32(4 * PAGE)))
-                    pw[0], pw[1], pw[2], pw[3] = load_shared4(at)
-                    if own_keys == KEYS:
-                        pw[4], pw[5], pw[6], pw[7] = load_shared4(at + uint64(16))
-                    for w in range(uint32(DIMS // 2)):
-                        h, n = chain_values(pw, vw, w), uint32(uint32(DIMS) * g + uint32(2) * w)
-                        o[n], o[n + uint32(1)] = o[n] + half2_low(h), o[n + uint32(1)] + half2_high(h)
-                if load_next:
-                    load_values(loaded_values, v_pages, next_page, first_key, next_last, lane)
-                cuda.syncwarp()
-            page, last = next_page, next_last
-        for quad in range(uint32(n_quads)):
-            x = total[quad]
-            for offset in (4, 8, 16):
-                x = x + cuda.shfl_xor_sync(EVERY_LANE, x, offset)
-            g = uint32(uint32(4) * quad + lane)
-            if lane < uint32(4) and g < uint32(group):
-                factors[uint32(warp * uint32(group) + g)], totals[uint32(warp * uint32(group) + g)] = high[quad], x
+def merge_function(head_dim, group):
+    """merge_warps: adds the results of a block's warps in increasing order, rescaled to the highest maximum."""
+    n_spans = 32 * DIMS // head_dim * WARPS
 
     @cuda.jit(device=True, forceinline=True)
     def merge_warps(partial, chains, factors, totals, o, records, unit, span, row_lane, warp, lane):
@@ -433,7 +345,7 @@ def alone_functions(format, head_dim, group, parts):
                 partial[uint32(uint32(records + g * uint32(UNITS) + unit) * uint32(head_dim + RECORD) + thread)] = x
             cuda.syncthreads()
 
-    return walk_alone, merge_warps
+    return merge_warps
 
 
 # ---- kernel ------------------------------------------------------------------------------------------------
@@ -465,12 +377,12 @@ def attend_kernel(format, group, head_dim, rotary, gated, quantized, early, widt
     by_codes = format.keys.by_codes
     expands_keys, expands_values = format.keys.expands and not by_codes, format.values.expands
     n_heads = rows * group                                  # of the block: at most one for each warp
-    query_row, n_scores = k_row if by_codes else head_dim, n_heads * PAGE
+    query_row, n_scores = attend_staged.query_row(k_row) if by_codes else head_dim, n_heads * PAGE
     n_query, alone = n_heads * query_row, warps_work_alone(format, group)
-    n_o = DIMS * group if alone else n_o
-    query_bytes, lane_bytes = (4 * k_row, 4) if by_codes else (2 * head_dim, 2 * DIMS)
-    n_chains = max(n_spans * group * words, n_spans * head_dim if alone else 0)
-    n_factors = WARPS * group if alone else n_heads
+    query_bytes, lane_bytes = (4 * query_row, 4) if by_codes else (2 * head_dim, 2 * DIMS)
+    n_chains, n_factors, n_staged = n_spans * group * words, n_heads, 0
+    if alone:
+        n_o, n_scores, n_factors = DIMS * group, WARPS * attend_staged.P_WORDS, WARPS * group
     n_quads, most = -(-group // 4), uint32(group - 1)       # of heads
     n_rounds, n_fours = -(-group * head_dim // (4 * 32 * WARPS)), group * head_dim // 4
     query_width = 2 * head_dim if gated else head_dim
@@ -536,10 +448,12 @@ def attend_kernel(format, group, head_dim, rotary, gated, quantized, early, widt
                 o[i] = cuda.fma(x, factors[t], o[i] * totals[t])
                 o[i + uint32(1)] = cuda.fma(y, factors[t], o[i + uint32(1)] * totals[t])
 
-    walk_alone = merge_warps = None
+    walk_alone, merge_warps = None, merge_function(head_dim, group)
     if alone:
-        walk_alone, merge_warps = alone_functions(format, head_dim, group, (
-            (load_keys, expand_keys, put_keys), (load_values, expand_values, put_values), (dot_heads, chain_values)))
+        load_keys, load_values, n_k_loaded, n_v_loaded, n_staged, walk_alone = walk_of(
+            format, head_dim, group, put_rows_function)
+        expands_keys = expands_values = True
+        n_chains = max(WARPS * n_staged, n_spans * head_dim, 2 * group * UNITS)
 
     @cuda.jit(launch_bounds=(32 * WARPS, RESIDENT))
     def attend(out, scales, partial, arrived, projected, q_norm, k_norm, rope_pos, inv_freq, k_pages, v_pages,
@@ -671,9 +585,11 @@ def attend_kernel(format, group, head_dim, rotary, gated, quantized, early, widt
         if spans == 2:
             p_at = p_at + uint64(uint32(uint32(lane >> uint32(4)) * uint32(4 * own_keys)))
         if alone:
-            walk_alone(o, factors, totals, (kw, loaded_keys, vw, loaded_values, pw), k_pages, v_pages, block_table,
-                       (max_pages, slot, kv_head, n_kv), (first_page, end_page, last_page, position), page, last,
-                       query_at, shared_address(query), newest_at, new_rows, (p_at, score_at), warp, lane)
+            walk_alone(o, factors, totals, (loaded_keys, loaded_values), k_pages, v_pages, block_table,
+                       (max_pages, slot, kv_head, n_kv), (first_page, end_page, last_page, position), last,
+                       shared_address(query), newest_at, new_rows,
+                       shared_address(chains) + uint64(uint32(warp * uint32(4 * n_staged))),
+                       shared_address(scores) + uint64(uint32(warp * uint32(4 * attend_staged.P_WORDS))), warp, lane)
             merge_warps(partial, chains, factors, totals, o, records_of(row, n_kv, share), unit, span, row_lane, warp,
                         lane)
         for done in range(uint32(0) if alone else uint32(end_page - first_page)):
