@@ -75,20 +75,20 @@ class PipeMeter:
 
     def _get_ready_for_one(self):
         with contextlib.suppress(RequestError):             # where no slot is free, what runs is compiled for instead
-            with self.scheduler.borrow_slot(1) as sequence, self._without_drafts():
+            with self.scheduler.borrow_slot(1) as sequence:
                 shape = self.scheduler.shape([sequence], 0)
-            self._get_ready(shape)
+            self._get_ready(shape._replace(width=1, n_drafts=0))
 
     @contextlib.contextmanager
     def _without_drafts(self):
-        """While the `with` body runs, no further drafts are checked, so that most steps have one shape. What an answer
-        says does not depend on that."""
-        pace = self.scheduler.pace
-        balance, pace.balance = pace.balance, -math.inf
+        """While the `with` body runs, no further drafts are planned, so that most steps have one shape. Drafts of a
+        model's own block are planned a step ahead, so one more step may check some. What an answer says does not
+        depend on that."""
+        self.scheduler.pace.is_paused = True
         try:
             yield
         finally:
-            pace.balance = balance
+            self.scheduler.pace.is_paused = False
 
     def _get_ready(self, shape):
         """Compiles what counts steps of this shape."""
@@ -111,18 +111,19 @@ class PipeMeter:
     def _count(self) -> dict | None:
         """What the next step does that has a shape for which all is compiled. If there is none among the next LOOKS
         steps, the last one's is compiled, and nothing counted."""
-        for _ in range(LOOKS):
-            with self.scheduler.between_steps(), self._as_model(), self._without_drafts():
-                batch = self.scheduler.answering(0)
-                if not batch:
-                    return None
-                shape = self.scheduler.shape(batch, 0)
-                if shape in self.ready:
-                    with self.stage.card.counting() as log:
-                        self.scheduler.decode(0)
-                        self.pipeline.settle()
-                    return summary(log, len(batch), self.MODEL)
-            time.sleep(LOOK_SECONDS)                        # or the next round could not begin
+        with self._without_drafts():            # in the steps between two looks, too: they plan those that come
+            for _ in range(LOOKS):
+                with self.scheduler.between_steps(), self._as_model():
+                    batch = self.scheduler.answering(0)
+                    if not batch:
+                        return None
+                    shape = self.scheduler.shape(batch, 0)
+                    if shape in self.ready:
+                        with self.stage.card.counting() as log:
+                            self.scheduler.decode(0)
+                            self.pipeline.settle()
+                        return summary(log, len(batch), self.MODEL)
+                time.sleep(LOOK_SECONDS)                    # or the next round could not begin
         self._get_ready(shape)
         return None
 

@@ -105,6 +105,7 @@ class Pace:
         self.medians = collections.defaultdict(dict)        # answers -> width -> the latest median of its times
         self.costs = {}         # (answers, widest) -> (risks, seconds) of each width, by these medians
         self.balance = ALLOWANCE                # plain steps that checks may lose now
+        self.is_paused = False                  # whether checks are planned without drafts; any thread may set it
         self.watched = self.n_right = 0         # drafts of the current WATCHED, and how many of them were right
         self.n_wrong = 0                        # drafts since the last right one
         self.was_good = False
@@ -176,7 +177,7 @@ class Pace:
             drafts.n_together = n
         risks, seconds = self._costs(n, widest)
         widest = bisect.bisect(risks, self.balance)
-        if widest < 2:
+        if widest < 2 or self.is_paused:
             return 1
         gains = [drafts.gains(n_there) for drafts, n_there in zip(answers, there)]
         tokens = itertools.accumulate(map(sum, itertools.zip_longest(*gains, fillvalue=0.0)))

@@ -1,6 +1,7 @@
 """Running the server for others: keys, CORS, the log of requests, silence in streams, /metrics, the page's headers."""
 
 import base64
+import contextlib
 import hashlib
 import http.client
 import json
@@ -24,10 +25,11 @@ from kernels.emulated import counting
 from tests.clients import CHAT, HI, TEXT, app_of, assert_error, official_client, send, serving, wait_until
 from tests.paced import PacedEngine
 from tests.scripted import ScriptedEngine
-from tests.tiny import tiny_engine
+from tests.tiny import ROOT, tiny_engine
 
 ANSWER = "Two SMs, and nothing more."
 BODY = {"messages": [HI], "temperature": 0}
+SHIPPED = ROOT / "models" / "qengine-10m-Q8_0.gguf"
 OURS, OTHERS = "https://chat.example", "https://other.example"
 STREAM = BODY | {"stream": True, "stream_options": {"include_usage": True}}
 
@@ -650,6 +652,40 @@ def test_a_step_that_is_counted_checks_no_drafts():
             assert scheduler.shape([sequence], 0).width == 1
         assert scheduler.pace.balance == before
         assert scheduler.shape([sequence], 0).width > 1
+
+
+@pytest.fixture
+def shipped():
+    """An engine with the model that ships, which has a draft block."""
+    with contextlib.closing(qengine.load(SHIPPED, card="emulated", ctx=1024, slots=1, progress=False)) as engine:
+        yield engine
+
+
+def begun(engine, n_tokens, prompt="What is a decode step?"):
+    """An answer that has begun."""
+    ids = engine.tokenizer.encode(engine.template.render([{"role": "user", "content": prompt}]))
+    generation = engine.submit(Request(ids, max_tokens=n_tokens, ignore_eos=True))
+    next(iter(generation))
+    return generation
+
+
+@pytest.mark.parametrize("planned", [1, 3])
+def test_an_answer_with_a_draft_block_is_counted(shipped, monkeypatch, planned):
+    """The width of its steps is planned a step ahead. What counts a plain step is compiled before the answer."""
+    meter, scheduler, compiled = shipped.pipe_meter, shipped.scheduler, []
+    monkeypatch.setattr(scheduler.pace, "limit", 2)
+    monkeypatch.setattr(scheduler.pace, "_costs", lambda n, widest: ([0.0] * widest, [1.0] * widest))   # all are free
+    scheduler.planned[0] = planned                          # what the answer before has left
+    assert shipped.count_pipes() is None and {shape.width for shape in meter.ready} == {1}
+    prepare = counting.prepare
+    monkeypatch.setattr(counting, "prepare", lambda launch, model: (
+        compiled.append(launch.name), prepare(launch, model)))
+    generation = begun(shipped, 900)
+    time.sleep(0.02)
+    counted = shipped.count_pipes()
+    assert counted and counted["tokens"] == 1 and compiled == []
+    assert generation.finish_reason is None and sum(generation.drafts.n_checked) > 0
+    generation.cancel()
 
 
 def test_experts_only_where_they_are_counted():
