@@ -2230,6 +2230,7 @@ class Engine(TextOnly, TextEngine):
             check = own_products.error_of if approximate else own_products.check_product
             errors = self.pipeline.use(gemv, gemm, check)
             self.pipeline.load_kernels(progress=False)
+            self.pipe_meter.forget()
             self.scheduler.cache.clear()            # what is kept was computed by other kernels
             self.pipeline.gallery.clear()
         return own_products.Report.of(errors, before, own_products.run(self, question)) if approximate else None

@@ -53,6 +53,12 @@ class PipeMeter:
         self.recordings = Recordings(self.stage.card)       # of the stage's steps, with the grids of MODEL
         self.ready = set()                          # shapes of steps for which what counts them is compiled
 
+    def forget(self):
+        """Forget what was counted and compiled: the stage has other kernels now. The caller is between steps."""
+        self.recordings.clear()
+        self.ready.clear()
+        self.last, self.at = None, -math.inf
+
     def can_count(self) -> bool:
         return [stage.card.kind for stage in self.pipeline.stages] == ["emulated"]
 

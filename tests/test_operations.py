@@ -22,6 +22,7 @@ from cli.main import main
 from engine.pipes import PIPES_SECONDS, PipeMeter
 from engine.request import EngineStopped, Request, RequestError
 from kernels.emulated import counting
+from kernels.q8_gemv import gemv_q8_q8
 from tests.clients import CHAT, HI, TEXT, app_of, assert_error, official_client, send, serving, wait_until
 from tests.paced import PacedEngine
 from tests.scripted import ScriptedEngine
@@ -686,6 +687,26 @@ def test_an_answer_with_a_draft_block_is_counted(shipped, monkeypatch, planned):
     assert counted and counted["tokens"] == 1 and compiled == []
     assert generation.finish_reason is None and sum(generation.drafts.n_checked) > 0
     generation.cancel()
+
+
+def test_functions_of_yours_are_counted_in_place_of_those_before(shipped):
+    meter, stage, counted = shipped.pipe_meter, shipped.pipeline.last, []
+
+    def mine(*arguments, **options):
+        counted.append(stage.recordings is meter.recordings)        # or it is launched for an answer
+        return gemv_q8_q8(*arguments, **options)
+
+    shipped.count_pipes()
+    before = begun(shipped, 900)
+    assert shipped.count_pipes()["tokens"] == 1
+    shipped.use(gemv=mine)
+    assert not any(counted) and meter.last is None          # what was counted before is told no more
+    before.cancel()
+    before.wait()
+    assert shipped.count_pipes() is None                    # what counts the new one is compiled
+    after = begun(shipped, 900)
+    assert shipped.count_pipes()["tokens"] == 1 and any(counted)
+    after.cancel()
 
 
 def test_experts_only_where_they_are_counted():
