@@ -49,7 +49,7 @@ class PipeMeter:
     def __init__(self, pipeline, scheduler):
         self.pipeline, self.scheduler, self.stage = pipeline, scheduler, pipeline.last
         self.busy = threading.Lock()                # held by the thread that counts; other threads get `last`
-        self.last, self.at = None, -math.inf        # the step that was counted last, and when
+        self.last = None, -math.inf                 # the step that was counted last, and when
         self.recordings = Recordings(self.stage.card)       # of the stage's steps, with the grids of MODEL
         self.ready = set()                          # shapes of steps for which what counts them is compiled
 
@@ -57,7 +57,7 @@ class PipeMeter:
         """Forget what was counted and compiled: the stage has other kernels now. The caller is between steps."""
         self.recordings.clear()
         self.ready.clear()
-        self.last, self.at = None, -math.inf
+        self.last = None, -math.inf
 
     def can_count(self) -> bool:
         return [stage.card.kind for stage in self.pipeline.stages] == ["emulated"]
@@ -67,17 +67,18 @@ class PipeMeter:
         for WAIT_SECONDS at most if no answer is being written.
 
         tokens, launches; pipes: instructions of warps by pipe; megabytes that memory must move; card: the name of
-        MODEL; estimated_seconds on that card, None where there is no ptxas.
+        MODEL; estimated_seconds on that card, None where there is no ptxas; seconds_ago: how long ago it was counted.
         """
         if self.busy.acquire(blocking=False):
             try:
                 if not self.ready:
                     self._get_ready_for_one()
-                if time.monotonic() - self.at > PIPES_SECONDS and self._wait() and (counted := self._count()):
-                    self.last, self.at = counted, time.monotonic()
+                if time.monotonic() - self.last[1] > PIPES_SECONDS and self._wait():
+                    self._count()
             finally:
                 self.busy.release()
-        return self.last
+        step, at = self.last
+        return step and step | {"seconds_ago": time.monotonic() - at}
 
     def _get_ready_for_one(self):
         with contextlib.suppress(RequestError):             # where no slot is free, what runs is compiled for instead
@@ -114,24 +115,24 @@ class PipeMeter:
             time.sleep(LOOK_SECONDS)
         return bool(found)
 
-    def _count(self) -> dict | None:
-        """What the next step does that has a shape for which all is compiled. If there is none among the next LOOKS
+    def _count(self):
+        """Counts the next step that has a shape for which all is compiled. If there is none among the next LOOKS
         steps, the last one's is compiled, and nothing counted."""
         with self._without_drafts():            # in the steps between two looks, too: they plan those that come
             for _ in range(LOOKS):
                 with self.scheduler.between_steps(), self._as_model():
                     batch = self.scheduler.answering(0)
                     if not batch:
-                        return None
+                        return
                     shape = self.scheduler.shape(batch, 0)
                     if shape in self.ready:
                         with self.stage.card.counting() as log:
                             self.scheduler.decode(0)
                             self.pipeline.settle()
-                        return summary(log, len(batch), self.MODEL)
+                        self.last = summary(log, len(batch), self.MODEL), time.monotonic()
+                        return
                 time.sleep(LOOK_SECONDS)                    # or the next round could not begin
         self._get_ready(shape)
-        return None
 
     @contextlib.contextmanager
     def _as_model(self):

@@ -75,11 +75,12 @@ async function refusal(response) {
 // ---- one answer --------------------------------------------------------------------------------------------
 
 const SAVE_SECONDS = 2;     // a tab that dies loses no more of an answer than this
-let running = null;         // {chat, message, abort, request, ahead} while an answer is written
+let running = null;         // {chat, message, abort, request, ahead, began} while an answer is written
 
 async function generate() {
   const message = addMessage(chat, {role: "assistant", thoughts: "", calls: []});
-  const own = running = {chat, message, abort: new AbortController(), request: makeId(), ahead: 0};
+  const own = running = {chat, message, abort: new AbortController(), request: makeId(), ahead: 0,
+    began: performance.now()};
   const signal = own.abort.signal, times = {};
   showBusy();
   keep(own);
@@ -106,6 +107,7 @@ async function generate() {
     finish(message, times);
     showReading(null);
     running = null;
+    own.ended = performance.now();
     showBusy();
     keep(own);
     turns.forEach(turn => turn.update());

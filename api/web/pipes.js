@@ -45,14 +45,15 @@ function draw({tokens, launches, pipes, megabytes, card, estimated_seconds: seco
   }));
 }
 
-/** Asks for counts while this answer is written and meters are shown: they cost the server a little. An answer that
- *  ended before its first count gets the count that came last. */
+/** Asks for counts while this answer is written and meters are shown: they cost the server a little. What the server
+ *  tells may be a step of another answer, which was counted before this one or after it: that is not shown. */
 async function watchPipes(own) {
   if (own.isCounting) return;
   own.isCounting = true;
   for (let isOver = false; !isOver && isCounting();) {
     isOver = running !== own;
-    const counted = await ask("pipes") ?? (isOver && {tokens: 0});
+    const told = await ask("pipes");
+    const counted = isStepOf(own, told) ? told : isOver && !own.message.pipes && {tokens: 0};
     if (counted) {
       own.message.pipes = counted;
       turns.find(turn => turn.message === own.message)?.update();
@@ -63,6 +64,12 @@ async function watchPipes(own) {
   }
   if (running !== own) keep(own);
   own.isCounting = false;
+}
+
+/** Whether what the server has just told was counted while this answer was written. */
+function isStepOf({began, ended}, told) {
+  const at = performance.now() - 1000 * told?.seconds_ago;
+  return at >= began && !(at > ended);
 }
 
 const isCounting = () => Boolean(settings.showsPipes) && !$("show-pipes").hidden;
