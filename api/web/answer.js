@@ -160,20 +160,22 @@ function take(event, message, times) {
   arrived();
 }
 
-/** The line below an answer, of what the engine has counted and measured. */
+const LEAST_COMPUTED = 64;      // tokens of a prompt: the speed of fewer says more of one pass than of the card
+
+/** The line below an answer, of what the engine has counted and measured. A gateway in between may drop its times. */
 function finish(message, {first, end, cut, before, after}) {
   if (message.thoughts) message.seconds ??= (performance.now() - first) / 1000;
   if (!end) return;
-  const {prompt_tokens: prompt, completion_tokens: answer} = end.usage, {timings} = end;
+  const {prompt_tokens: prompt, completion_tokens: answer} = end.usage, timings = end.timings ?? {};
   const {draft_n: drafts, draft_n_accepted: right, cache_n: cached} = timings;
   const experts = before && after ? after.used - before.used : 0;
   message.figures = [count(answer, "token"),
     timings.predicted_per_second && `${rounded(timings.predicted_per_second)} tokens/s`,
     drafts && `accepted ${rounded(100 * right / drafts)} %`,
     experts > 0 && `${rounded(100 * (after.hits - before.hits) / experts)} % of experts on the card`,
-    `first after ${rounded((timings.wait_ms + timings.prompt_ms) / 1000)} s`,
-    `prompt ${prompt.toLocaleString("en")}, ${cached.toLocaleString("en")} cached, `
-      + `${rounded(timings.prompt_per_second)} tokens/s`,
+    end.timings && `first after ${rounded((timings.wait_ms + timings.prompt_ms) / 1000)} s`,
+    [`prompt ${prompt.toLocaleString("en")}`, end.timings && `${cached.toLocaleString("en")} cached`,
+      prompt - cached >= LEAST_COMPUTED && `${rounded(timings.prompt_per_second)} tokens/s`].filter(Boolean).join(", "),
     cut && "cut at its limit"].filter(Boolean).join(" · ");
 }
 
