@@ -109,6 +109,7 @@ def tokens_per_second(engine, prompt, n=64):
     return max(speeds)
 
 
+STAT = Path("/proc/stat")
 _since = None               # what `_used` said when a cell began to take times
 _is_emulated = False        # whether it has taken times of kernels on an emulated card
 
@@ -120,11 +121,21 @@ def timed(card=None):
     _is_emulated = _is_emulated or bool(card and card.kind == "emulated")
 
 
+def _processors():
+    """Seconds so far of all programs, for each processor that this Python may use. /proc/stat may show all of a machine
+    to a container that has only some. Where it shows other numbers than a container's own, all that it shows."""
+    rows = {}
+    for name, *ticks in map(str.split, STAT.read_text().splitlines()):
+        if re.fullmatch(r"cpu\d+", name):
+            user, nice, system, _, _, *interrupts = map(int, ticks[:7])
+            rows[int(name[3:])] = (user + nice + system + sum(interrupts)) / os.sysconf("SC_CLK_TCK")
+    own = os.sched_getaffinity(0)
+    return [rows[number] for number in own] if own <= rows.keys() else list(rows.values())
+
+
 def _used():
-    """Seconds so far: by the clock, of all programs on the processors of this machine, and of this Python there."""
-    user, nice, system, _, _, *interrupts = map(int, Path("/proc/stat").read_text().splitlines()[0].split()[1:8])
-    ticks = user + nice + system + sum(interrupts)
-    return np.array([time.perf_counter(), ticks / os.sysconf("SC_CLK_TCK"), time.process_time()])
+    """Seconds so far: by the clock, of all programs on these processors, and of this Python there."""
+    return np.array([time.perf_counter(), sum(_processors()), time.process_time()])
 
 
 def _tell_disturbance(_):
@@ -144,8 +155,8 @@ def _tell_disturbance(_):
 def disturbed_by(n):
     """Says that other programs used so many processors while times were taken, if that is worth a word."""
     if n > 0.1:
-        words = (f"Other programs used {n:.1f} of {os.cpu_count()} processors while this cell ran. On a quiet machine "
-                 "its times are shorter, and their order may be another.")
+        words = (f"Other programs used {n:.1f} of {len(_processors())} processors while this cell ran. On a quiet "
+                 "machine its times are shorter, and their order may be another.")
         _box(ORANGE, words, words)
 
 

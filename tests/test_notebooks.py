@@ -433,6 +433,21 @@ def test_what_other_programs_use_is_counted(lab):
     assert 1.5 <= clock < 60 and own < 0.5 and everyone - own > 0.3
 
 
+def test_processors_of_others_are_not_counted(lab, monkeypatch, tmp_path):
+    """In a container: 4 processors are the machine's, 2 of them ours, and there are others on all four."""
+    shown, stat = [], tmp_path / "stat"
+    monkeypatch.setattr(lab, "display", lambda data, raw: shown.append(data["text/plain"]))
+    monkeypatch.setattr(lab, "STAT", stat)
+    monkeypatch.setattr(lab.os, "sysconf", lambda name: 100)
+    lines = [f"cpu{n} {100 * seconds} 0 0 900 0 0 0 0 0 0" for n, seconds in enumerate((5, 6, 7, 8))]
+    stat.write_text("\n".join(["cpu 2600 0 0 3600 0 0 0 0 0 0", *lines, "intr 12 0 0"]))
+    for ours, seconds in ({1, 3}, 6 + 8), ({5, 9}, 5 + 6 + 7 + 8):      # of 5 and 9 a container sees other numbers
+        monkeypatch.setattr(lab.os, "sched_getaffinity", lambda process, ours=ours: ours)
+        assert lab._used()[1] == seconds
+        lab.disturbed_by(1.5)
+    assert [words.split(" processors")[0] for words in shown] == [f"Other programs used 1.5 of {n}" for n in (2, 4)]
+
+
 @notebooks
 def test_cells_that_take_times_say_what_disturbed_them(path):
     """With lab.timed, which lab.microseconds and lab.tokens_per_second call, or a function that another cell
