@@ -4,17 +4,17 @@
     ncu --set full python -m benchmarks.attend_variants --once staged --formats q8+3 --contexts 131040
 
 staged      kernels/attend_staged.py: what the engine launches
-registers   kernels/attend_registers.py, what it launched before: a lane loads the words of its own dims, 4 bytes at
+registers   benchmarks/attend_registers.py, what it launched before: a lane loads the words of its own dims, 4 bytes at
             a time, and keeps them in registers; 32 lanes share each sum of a score
 rolled      staged, but the keys of a warp stay a loop in machine code: less code, in case warps wait for instructions
 halved      staged, with two blocks for each KV head, for half the query heads each: twice the warps, and keys and
             values come twice, the second time from the second-level cache
 
 First the kernels are compiled, several at once. Then launches over all layers, one after the other, are recorded and
-replayed in turns; the best round counts. Before that, the bits of each are compared with those of `staged`; at last,
-each is compared with float64 at odd lengths. GB/s counts each key and value once, and the per cent are of what a kernel
-reaches here that only reads. At 131,072 tokens units grow from 32 pages to 64, and there are half as many blocks: the
-two longer contexts lie on both sides of that.
+replayed in turns; the best round counts. Before that, the bits of each are compared with those of `staged`, which is
+always among them; at last, each is compared with float64 at odd lengths. GB/s counts each key and value once, and the
+per cent are of what a kernel reaches here that only reads. At 131,072 tokens units grow from 32 pages to 64, and there
+are half as many blocks: the two longer contexts lie on both sides of that.
 """
 
 import argparse
@@ -28,8 +28,9 @@ from functools import partial
 
 import numpy as np
 
+from benchmarks import attend_registers
 from cli.ending import run_program
-from kernels import attend_decode, attend_registers, attend_staged
+from kernels import attend_decode, attend_staged
 from kernels.assembler import find_assembler, run_assembler
 from kernels.attend_decode import ALONE, WARPS, Sample
 from kernels.bench import model_of, replay_seconds
@@ -204,8 +205,7 @@ def rows_of(card, name: str, heads, context: int, options, sizes: dict, read: fl
     """Lines of the table of a format at a context."""
     timed = Timed(card, KV_FORMATS[name], heads, context, options.layers)
     variants = ["staged"] if name == FLOAT16 else options.variants
-    wanted = timed.bits(variants[0])
-    same = {}
+    wanted, same = timed.bits("staged"), {}
     for variant in variants:
         try:
             same[variant] = timed.bits(variant) == wanted
@@ -243,6 +243,7 @@ def main():
     if options.compile:
         name, variant, *numbers = options.compile
         return compile_one(name, variant, *map(int, numbers))
+    options.variants = list(dict.fromkeys(["staged", *options.variants]))
     (card, *_), heads = open_cards(options.card), heads_of(*options.heads)
     if options.once:
         for name in options.formats:

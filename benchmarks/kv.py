@@ -6,13 +6,14 @@
 
 speeds      Tokens per second of decoding at these contexts, and of prompts of these lengths: float16 and another format
             in turns, so that both see the same clocks and neighbours. The best of the rounds, and how many times as
-            fast as float16 beside it.
+            fast as the best of float16 in these rounds.
 long        A prompt of so many tokens, in so much memory of the card: tokens per second up to each quarter of it, and
             of its answer, and memory. Then another one, which is cancelled while it is read: seconds until it has
             ended, and until a short request behind it has its first token.
-all         What a card is to be asked of long contexts, part by part, in so many seconds: 262,144 tokens in 16 GB,
-            speeds of all formats, sparse prompts (benchmarks/sparse.py), and the tests of these kernels. A part that
-            fails or takes too long does not keep the next ones from running. At the end, the last lines of each.
+all         What a card is to be asked of long contexts, as much as fits into so many seconds: tests of the kernels, of
+            all formats at 262,144 tokens first; that many tokens in 16 GB; bits of whole models; sparse prompts
+            (benchmarks/sparse.py); speeds of all formats. A part that fails or takes too long does not keep the next
+            ones from running. At the end, the last lines of each.
 
 Contexts are made up, see cli/bench.py. Each but the last prints a Markdown table for results.md.
 """
@@ -31,6 +32,7 @@ import numpy as np
 import qengine
 from cli.bench import Bench
 from cli.ending import run_program
+from cli.interrupts import endable
 from cli.options import DECODE_STEPS
 from engine.request import Request
 from kernels.card import show_bytes
@@ -77,6 +79,7 @@ def speeds(options):
     plain = Timed(opened, card, FLOAT16, options)
     for kv in options.formats:
         other = Timed(opened, card, kv, options)
+        plain.best.clear()              # of as many rounds as the other's
         for _ in range(ROUNDS):
             plain.measure()
             other.measure()
@@ -84,7 +87,8 @@ def speeds(options):
         cells = [f"{speed:,.1f} ({speed / plain.best[key]:.3f})" for key, speed in other.best.items()]
         print(f"| {kv} | {' | '.join(cells)} |", flush=True)
     plain.engine.close()
-    print(f"| {FLOAT16} | {' | '.join(f'{speed:,.1f}' for speed in plain.best.values())} |", flush=True)
+    cells = [f"{speed:,.1f}" for speed in plain.best.values()]
+    print(f"| {FLOAT16}, beside the last | {' | '.join(cells)} |", flush=True)
 
 
 # ---- long prompts ------------------------------------------------------------------------------------------
@@ -147,19 +151,24 @@ class Part(NamedTuple):
 
     name: str
     arguments: list[str]        # of python
-    seconds: float              # that it may take at most
+    share: float                # of the seconds; what it leaves over, the next part may take, too
     n_lines: int                # of its output that are shown at the end
 
 
-PARTS = [Part("262,144 tokens in 16 GB", ["-m", "benchmarks.kv", "long", "--memory", "16"], 170, 8),
-         Part("speeds", ["-m", "benchmarks.kv", "speeds", "--contexts", "18400", "131072"], 150, 9),
-         Part("sparse prompts", ["-m", "benchmarks.sparse", "speed", "--all"], 170, 9),
-         Part("tests", ["-m", "pytest", "-q", "-n", str(PROCESSORS), "tests/test_long.py", "tests/test_attention.py",
-                        "tests/test_block_sparse.py", "tests/test_sparse.py", "tests/test_kv_models.py"], 200, 12)]
+TESTS = ["-m", "pytest", "-q", "-n", str(PROCESSORS), "--dist", "load"]
+PARTS = [Part("tests of 262,144 tokens", [*TESTS, "-m", "", "tests/test_long.py"], 0.15, 12),
+         Part("tests of kernels", [*TESTS, "tests/test_attend_decode.py", "tests/test_attention.py",
+                                   "tests/test_block_sparse.py"], 0.2, 12),
+         Part("262,144 tokens in 16 GB", ["-m", "benchmarks.kv", "long", "--memory", "16"], 0.325, 8),
+         Part("tests of models", [*TESTS, "tests/test_sparse.py", "tests/test_kv_models.py"], 0.1, 12),
+         Part("sparse prompts", ["-m", "benchmarks.sparse", "speed"], 0.125, 9),
+         Part("speeds", ["-m", "benchmarks.kv", "speeds", "--contexts", "18400", "131072",
+                         "--formats", "q4", "q8+4", "q8+3", "q8", "q3"], 0.1, 9)]
 
 
 def all_of_it(options):
     """Runs PARTS, and prints the last lines of each."""
+    endable()
     if hasattr(os, "sched_setaffinity"):        # the parts inherit it
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:PROCESSORS])
     print("\n\n".join(run_parts(PARTS, options.seconds)))
@@ -167,16 +176,17 @@ def all_of_it(options):
 
 def run_parts(parts: list[Part], seconds: float) -> list[str]:
     """What to show of each part, when all have ended, or `seconds` are over."""
-    end, found = time.perf_counter() + seconds, []
+    end, found = time.perf_counter(), []
     for part in parts:
-        limit = min(part.seconds, end - time.perf_counter())
+        end += part.share * seconds
+        limit = end - time.perf_counter()
         found.append(f"== {part.name}: {ended(part, limit) if limit > 0 else 'left out, no time'}")
         print(found[-1].partition("\n")[0], file=sys.stderr, flush=True)
     return found
 
 
 def ended(part: Part, limit: float) -> str:
-    """How a part has ended within so many seconds, and its last lines."""
+    """How a part has ended within so many seconds, and its last lines. It ends, too, when this program is asked to."""
     started = time.perf_counter()
     with tempfile.TemporaryFile("w+") as output:
         program = subprocess.Popen([sys.executable, *part.arguments], stdout=output, stderr=subprocess.STDOUT,
@@ -186,8 +196,10 @@ def ended(part: Part, limit: float) -> str:
             how = f"FAILED, exit status {status}" if status else "done"
         except subprocess.TimeoutExpired:
             how = "STOPPED, too long"
-            os.killpg(program.pid, signal.SIGKILL)      # with the processes that it has started
-            program.wait()
+        finally:
+            if program.poll() is None:
+                os.killpg(program.pid, signal.SIGKILL)      # with the processes that it has started
+                program.wait()
         output.seek(0)
         lines = [line for line in output.read().replace("\r", "\n").splitlines() if line.strip()]
     return "\n".join([f"{how} after {time.perf_counter() - started:.0f} s", *lines[-part.n_lines:]])

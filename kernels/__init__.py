@@ -14,7 +14,6 @@ which a token meets them:
     rope.py, attention.py               attention of prompts
     attend_decode.py, attend_codes.py   attention of a decode step; its scores where keys have 8 bits
     attend_staged.py                    how its warps work alone where keys and values have few bits
-    attend_registers.py                 how they did before: to compare on a card
     kv_cache.py, kv_formats.py          keys and values in pages
     kv_expand.py                        pages of few bits as halves, for prompts
     hadamard.py                         what turns keys and values before they are quantised

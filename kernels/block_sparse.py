@@ -176,18 +176,19 @@ def kept_reference(masses, rule):
     free = np.arange(rule.sinks, number + 1 - rule.near)
     if number < rule.dense or not len(free):
         return kept
-    masses = [int(each) for each in masses]
+    masses = np.asarray(masses, np.int64)
+    weights, of_free = masses % BROKEN, masses[free]
     budget = max(rule.base + (number + 1) // rule.share - (number + 1 - len(free)), 0)
-    total = sum(mass % BROKEN for mass in masses)
-    held = total - sum(masses[i] % BROKEN for i in free)
+    total = weights.sum()
+    held = total - weights[free].sum()
     least = 0               # the largest M for which what is kept would be enough, or too much
-    for value in sorted({min(masses[i], BROKEN) for i in free} | {BROKEN}):
-        above = [masses[i] % BROKEN for i in free if masses[i] >= value]
-        if held + sum(above) >= total - (total >> rule.spare) or len(above) > budget:
+    for value in np.unique(np.minimum([*of_free, BROKEN], BROKEN)):
+        above = free[of_free >= value]
+        if held + weights[above].sum() >= total - (total >> rule.spare) or len(above) > budget:
             least = value
-    if sum(masses[i] >= least for i in free) > budget:
+    if (of_free >= least).sum() > budget:
         least = min(least + 1, BROKEN)
-    kept[free] = [masses[i] >= least for i in free]
+    kept[free] = of_free >= least
     return kept
 
 

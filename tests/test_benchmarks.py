@@ -3,7 +3,9 @@
 import importlib
 import os
 import re
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -60,12 +62,45 @@ def test_weights_of_a_step():
 
 def test_a_part_that_fails_or_hangs_does_not_keep_others_from_running():
     say = "import sys, time; print('a\\nb'); sys.stdout.flush(); "
-    parts = [kv.Part(name, ["-c", say + then], seconds, 1) for name, then, seconds in (
-        ("fails", "sys.exit(3)", 60), ("hangs", "time.sleep(60)", 3), ("runs", "", 60))]
+    parts = [kv.Part(name, ["-c", say + then], share, 1) for name, then, share in (
+        ("hangs", "time.sleep(60)", 0.05), ("fails", "sys.exit(3)", 0.45), ("runs", "", 0.5))]
     shown = [text.splitlines() for text in kv.run_parts(parts, 60)]
-    for part, how, (first, *rest) in zip(parts, ("FAILED, exit status 3", "STOPPED, too long", "done"), shown):
+    for part, how, (first, *rest) in zip(parts, ("STOPPED, too long", "FAILED, exit status 3", "done"), shown):
         assert re.fullmatch(f"== {part.name}: {how} after \\d+ s", first) and rest == ["b"]
     assert kv.run_parts(parts, 0) == [f"== {part.name}: left out, no time" for part in parts]
+
+
+def test_the_parts_of_all_share_its_seconds(monkeypatch):
+    """Those that take all they may end when the seconds are over; what one leaves over goes to the next."""
+    now, limits = 0.0, {}
+
+    def ended(part, limit):
+        nonlocal now
+        limits[part.name] = limit
+        now += limit if len(limits) != 1 else 10.0
+        return "done"
+
+    monkeypatch.setattr(kv.time, "perf_counter", lambda: now)
+    monkeypatch.setattr(kv, "ended", ended)
+    kv.run_parts(kv.PARTS, 400)
+    assert now == pytest.approx(400) and list(limits) == [part.name for part in kv.PARTS]
+    first, second = kv.PARTS[:2]
+    assert limits[second.name] == pytest.approx(400 * (first.share + second.share) - 10)
+
+
+def test_a_part_ends_with_the_program(tmp_path):
+    """One that went on would hold the card."""
+    said = tmp_path / "process"
+    part = f"import os, time; open({str(said)!r}, 'w').write(f'{{os.getpid()}}.'); time.sleep(60)"
+    program = subprocess.Popen([sys.executable, "-c", "from benchmarks import kv\n"
+                                f"kv.PARTS = [kv.Part('hangs', ['-c', {part!r}], 1, 1)]\nkv.main()", "all"])
+    deadline = time.monotonic() + 60
+    while not (said.exists() and said.read_text().endswith(".")) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    program.terminate()
+    program.wait(60)
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(said.read_text()[:-1]), 0)
 
 
 PROGRAMS = [file for file in Path(emulated.__file__).parent.glob("*.py") if "__main__" in file.read_text()]

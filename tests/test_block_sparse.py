@@ -142,16 +142,47 @@ def test_the_reference_of_a_rule(masses, rule, want):
 
 
 def test_no_page_of_queries_reads_more_than_its_budget():
-    """Nor less, where all pages weigh the same and nothing is enough; which `keys_worth` counts in keys."""
+    """Nor less, where all pages weigh the same and nothing is enough: `keys_worth` counts the keys of these pages."""
     rng = np.random.default_rng(0)
     for rule in FEW, RULE, FEW._replace(near=3, base=0, share=9, spare=20):
         for n in 1, rule.dense, rule.dense + 1, rule.dense + 40, 700:
             most = block_sparse.most_pages(n, rule)
             assert kept_reference(rng.integers(0, 1000, n - 1), rule).sum() <= most
-            assert kept_reference(np.arange(n - 1) + 10**6, rule._replace(spare=31)).sum() == most
+            n_kept = kept_reference(np.arange(n - 1) + 10**6, rule._replace(spare=31)).sum()
+            assert n_kept == most
             tokens = PAGE * (n - 1) + 5
-            assert block_sparse.keys_worth(tokens, rule) == (
-                tokens if n <= rule.dense else min(most * PAGE + int(block_sparse.CHOICE * tokens), tokens))
+            worth = min(n_kept * PAGE + int(block_sparse.CHOICE * tokens), tokens)
+            assert block_sparse.keys_worth(tokens, rule) == worth
+
+
+@pytest.mark.parametrize("number, spread, by_budget", [
+    (127, 1, False), (128, 30, False), (255, 1, True), (256, 1, True), (256, 30, False), (4095, 1, True),
+    (4095, 30, False)])
+def test_the_default_rule_chooses_of_many_pages(card, number, spread, by_budget):
+    """`keep_pages` alone, with levels that are made up, for queries of page `number`: pages are left out from 128 on, a
+    thread has several from 256 on. Where levels are far apart, few pages have enough of the weight; elsewhere the
+    budget decides."""
+    n_kv, group, max_pages = 2, 4, number + 3
+    chooser = Chooser.alloc(card, (n_kv * group, n_kv, 128), PAGE, max_pages, 1)
+    for array in chooser[:-2]:
+        card.poison(array)
+    levels = np.random.default_rng(number).standard_normal(chooser.levels.shape, np.float32) * spread
+    levels[1, 5, 70] = np.nan
+    card.copy_in(chooser.levels, levels)
+    places = card.zeros(PAGE, np.int32), card.upload(np.arange(PAGE * number, PAGE * (number + 1), dtype=np.int32))
+    arrays = [array.reshape(-1) for array in (chooser.kept, chooser.masses, chooser.levels, chooser.counts)]
+    card.launch(block_sparse.keep_pages, (1, n_kv), (32, block_sparse.KEEP_WARPS), *arrays, *places, 0, PAGE, n_kv,
+                group, levels.shape[1], max_pages, chooser.kept.shape[-1], *RULE)
+    masses, words, counts = map(card.download, (chooser.masses, chooser.kept, chooser.counts))
+    kept, most = unpacked(words[0], number), block_sparse.most_pages(number + 1)
+    for head in range(n_kv if number >= RULE.dense else 0):
+        mine, whole = masses[0, head, :number], masses_reference(levels[head, :, :number]).sum(axis=0)
+        np.testing.assert_array_equal(mine >= BROKEN, np.isnan(whole))
+        assert np.nanmax(np.abs(whole - mine)) <= levels.shape[1] * block_sparse.UNIT * 2.0 ** -17
+        np.testing.assert_array_equal(kept[head], kept_reference(mine, RULE))
+        assert (kept[head].sum() == most) == by_budget and kept[head].sum() <= most
+    assert kept[1, 70] and kept.all() == (number < RULE.dense)
+    assert counts.tolist() == [[kept.sum(), n_kv * (number + 1)]]
 
 
 def attended(card, format, heads, inputs, kept=None, n_pages=32):

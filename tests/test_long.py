@@ -9,7 +9,7 @@ from engine import prefix
 from engine.prefix import PAGE_TOKENS, PrefixCache, checkpoint_positions
 from kernels import attend_decode, attention, gdn, kv_cache
 from kernels.kv_expand import PIECE_PAGES
-from kernels.kv_formats import KV_FORMATS, PAGE, turned_back
+from kernels.kv_formats import KV_FORMATS, PAGE, turned, turned_back
 from kernels.limits import FLOAT16
 from kernels.records import Places
 from kernels.rope import QWEN3, QWEN35, TOLERANCE, heads_of, sample_qkv, upload_qkv
@@ -36,7 +36,8 @@ def in_float32_angles(qkv):
                                   for name in KV_FORMATS])
 def test_a_decoded_token_sees_4096_pages(card, name):
     """In 64 units of 64 pages. The last page is its own. The tolerance is that of any position, as its roundings do not
-    grow with the context (kernels/attention.py): a query whose angles are those of the kernel has its codes, too."""
+    grow with the context (kernels/attention.py): a query whose angles are those of the kernel has its codes, too. So
+    has its key, which attention's reference reads from the page."""
     case = attend_decode.sample_case(KV_FORMATS[name], heads_of(2, 1, QWEN3), ((OTHERS + 1) * PAGE - 1,))
     pages = case.pages.block_table[:, :OTHERS + 1]
     table, positions = np.resize(pages[:, :OTHERS], (1, LONG // PAGE)), np.full((3, 1), LONG - 1, np.int32)
@@ -48,8 +49,13 @@ def test_a_decoded_token_sees_4096_pages(card, name):
     card.poison(out)
     launch((out, None))
     exact = case._replace(qkv=in_float32_angles(case.qkv))
-    want = attend_decode.expected(exact, card.download(there.pages.k), card.download(there.pages.v))
-    attention.head_error(card.download(out), want, 2)
+    k, v = card.download(there.pages.k), card.download(there.pages.v)
+    attention.head_error(card.download(out), attend_decode.expected(exact, k, v), 2)
+    (key, value), format, at = kv_cache.kv_reference(exact.qkv), case.pages.format, (table[0, -1], slice(None), -1)
+    key = turned(format.keys, key[0])
+    error = np.max(np.abs(format.keys.decode(k[at]) - key)) / np.max(np.abs(key))
+    assert error <= TOLERANCE - 2.0 ** -11 + format.keys.tolerance
+    np.testing.assert_array_equal(v[at], format.values.encode(value[0]))
 
 
 @pytest.mark.parametrize("format", KV_FORMATS.values(), ids=KV_FORMATS)

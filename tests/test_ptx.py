@@ -347,6 +347,16 @@ def test_no_kv_format_spills(format):
     check_spills([*attention_of_other_heads(format), *attention_in_few_bits(format)])
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("group, shape", [(2, QWEN35), (3, QWEN35), (2, QWEN3), (4, QWEN3)], ids=str)
+@pytest.mark.parametrize("format", [format for format in KV_FORMATS.values() if format.expands], ids=str)
+def test_no_warps_that_work_alone_spill(format, group, shape):
+    """Of few bits, with numbers of heads that share a KV head in published models, and in no test above."""
+    if TARGET not in compiler.supported_ccs():
+        pytest.skip("the installed CUDA toolkit cannot compile for sm_70")
+    check_spills(attend_of(format, group, shape, False, width, 1) for width in (1, CHECK_ROWS))
+
+
 def check_spills(kernels):
     for kernel, *types in kernels:
         words = assembled(kernel, tuple(types), TARGET)
