@@ -601,3 +601,17 @@ def test_a_node_without_the_fronts_node_reads_its_own_file(two_nodes, tmp_path, 
     path.write_bytes(b"a model")
     offer, = files.offered([str(path)])
     assert files.taken([dataclasses.replace(offer, server="of a node that is gone")], kept) == [str(path)]
+
+
+@pytest.mark.parametrize("what", ["the file", "its reader"])
+def test_a_fetch_of_what_is_gone_is_a_sentence(two_nodes, tmp_path, kept, what):
+    path = tmp_path / "model.gguf"
+    path.write_bytes(b"a model")
+    offer, = files.offered([str(path)])
+    if what == "the file":
+        path.unlink()
+    elsewhere = dataclasses.replace(offer, path=str(tmp_path / "other" / "model.gguf"),
+                                    server=offer.server if what == "the file" else "of a node that is gone")
+    with pytest.raises(ModelError, match="^.*model.gguf cannot be fetched from the front's node: ") as error:
+        files.taken([elsewhere], kept)
+    assert "\n" not in str(error.value) and ("No such file" in str(error.value)) == (what == "the file")
