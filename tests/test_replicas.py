@@ -12,6 +12,7 @@ import importlib.util
 import itertools
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -475,6 +476,16 @@ def test_what_cannot_be_started_is_a_sentence(two_nodes):
     with pytest.raises(ModelError, match="nowhere.gguf"):
         cluster.link(wish)
     cluster.end(wish.application)
+
+
+def test_the_command_of_the_page_ends_replicas(two_nodes):
+    page = (ROOT / "docs" / "several-machines.md").read_text(encoding="utf-8")
+    code, = re.findall(r'^python -c "(.*serve\.delete\(.*)"$', page, re.M)
+    with replicated(("paced", {}), name="qengine-model"):
+        assert cluster.running("qengine-model") is not None
+        subprocess.run([sys.executable, "-c", code.replace("'auto'", repr(two_nodes[0].address))], check=True,
+                       timeout=LIMIT)
+        assert cluster.states("qengine-model") == {}
 
 
 def test_no_cluster_is_a_sentence():
