@@ -126,6 +126,11 @@ def test_every_option_is_known(text):
     assert [option for option in re.findall(r"`(--[\w-]+)", text) if option not in known] == []
 
 
+def test_commands_for_several_machines_are_taken():
+    lines = [line for text in PAGES.values() for line in re.findall(r"^.*qengine\.py .* --ray .*$", text, re.M)]
+    assert {"auto", "local"} == {build_parser().parse_args(qengine_arguments(line)).ray for line in lines}
+
+
 def test_names_that_pages_and_notebooks_use_are_offered():
     """`__all__` says what a user of the module may rely on."""
     texts = [*PAGES.values(), (ROOT / "notebooks" / "lab.py").read_text()]

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -32,6 +33,10 @@ def aged(path, data):
     path.write_bytes(data)
     os.utime(path, ns=(time.time_ns(), time.time_ns() - 10**10))
     return path
+
+
+def note(path, found):
+    store.note(path, store.stamp_of(path), found)
 
 
 def old(monkeypatch):
@@ -100,13 +105,47 @@ def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path):
         fingerprint(path, lambda share: path.write_bytes(bytes(3 * PIECE + 1)))
 
 
+def test_a_file_that_is_replaced_before_it_is_noted_is_read_again(tmp_path, monkeypatch):
+    """Right after the last look at it."""
+    old(monkeypatch)
+    path, other = (aged(tmp_path / name, os.urandom(PIECE)) for name in ("file", "other"))
+    right = fingerprint(other, notes=tmp_path / "other notes" / "fingerprints.json")
+    look, stamps = store.stamp_of, []
+
+    def replaced(looked_at):
+        stamps.append(look(looked_at))
+        if len(stamps) == 2:
+            os.replace(other, path)
+        return stamps[-1]
+    with monkeypatch.context() as patch:
+        patch.setattr(store, "stamp_of", replaced)
+        assert fingerprint(path) != right and store.NOTES.exists()
+    assert not other.exists() and fingerprint(path) == right
+
+
+def test_nobody_notes_while_another_one_does(tmp_path, monkeypatch):
+    """Otherwise what one has noted in between is lost."""
+    read = store.read_notes
+
+    def slowly(notes):
+        found = read(notes)
+        time.sleep(0.05)
+        return found
+    monkeypatch.setattr(store, "read_notes", slowly)
+    for i in range(4):
+        (tmp_path / str(i)).write_bytes(b"1")
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda i: note(tmp_path / str(i), str(i)), range(4)))
+    assert {noted for _, noted in read(store.NOTES).values()} == {"0", "1", "2", "3"}
+
+
 def test_notes_are_bounded(tmp_path, monkeypatch):
     monkeypatch.setattr(store, "MOST_NOTES", 3)
     for i in range(5):
         (tmp_path / str(i)).write_bytes(b"1")
-        store.note(tmp_path / str(i), str(i))
+        note(tmp_path / str(i), str(i))
     assert [noted for _, noted in store.read_notes(store.NOTES).values()] == ["2", "3", "4"]
-    store.note(tmp_path / "2", "2")
+    note(tmp_path / "2", "2")
     assert list(json.loads(store.NOTES.read_text())) == [str(tmp_path / name) for name in "342"]
 
 
@@ -131,7 +170,7 @@ def filled(one, name, n_bytes, hold=False):
 
 
 def kept(one):
-    return sorted(path.name for path in one.root.iterdir())
+    return sorted(path.name for path in one.root.iterdir() if path.is_dir())
 
 
 def used_at(one, name, when):
@@ -175,12 +214,12 @@ def test_a_process_that_is_killed_uses_nothing(small):
             "one = Store(Path(sys.argv[1])); one.hold('a'); print('held', flush=True); time.sleep(600)")
     with subprocess.Popen([sys.executable, "-c", code, str(small.root)], cwd=ROOT, stdout=subprocess.PIPE) as other:
         assert other.stdout.readline() == b"held\n"
-        Store(small.root, most_idle=0).make_room(0)
+        Store(small.root, most_idle=0).take_room({})
         (small.root / "a" / "file").write_bytes(bytes(10))
         assert kept(small) == ["a"]
         other.kill()
         other.wait(60)
-        Store(small.root, most_idle=0).make_room(0)
+        Store(small.root, most_idle=0).take_room({})
     assert kept(small) == []
 
 
@@ -217,7 +256,7 @@ def test_room_is_taken_before_the_work(small, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")
     monkeypatch.setattr(store.os, "posix_fallocate", full)
-    with pytest.raises(ModelError, match="file cannot be kept in .*: No space left on device"):
+    with pytest.raises(ModelError, match="fetched files cannot be kept in .*: No space left on device"):
         filled(small, "a", 100)
     assert sorted(path.name for path in (small.root / "a").iterdir()) == ["lock", "used"]
 
@@ -256,11 +295,117 @@ def test_who_comes_while_a_set_is_removed_gets_a_new_one(small):
     blocking.close()
     waiter.join(60)
     assert came == [small.root / "a"] and os.listdir(came[0]) == ["used"]
-    Store(small.root, most_idle=0).make_room(0)
+    Store(small.root, most_idle=0).take_room({})
     assert kept(small) == ["a"]
 
 
 def test_only_one_process_fetches(small):
+    """The other one waits, and then lacks nothing."""
+    began = []
+
+    def fetch(name, path):
+        began.append(name)
+        if len(began) == 1:
+            other.start()
+            time.sleep(0.2)                     # in which the other one would begin
+        path.write_bytes(bytes(100))
+        return "a fingerprint"
+
+    def take():
+        one = Store(small.root)
+        folder = one.hold("a")
+        one.fill(folder, lambda: [] if (folder / "file").exists() else [("file", 100)], fetch)
+
+    other = threading.Thread(target=take)
+    take()
+    other.join(60)
+    assert began == ["file"] and not other.is_alive()
+
+
+def test_what_a_killed_process_left_of_a_fetch_goes_before_the_next_one(small, monkeypatch):
+    """It would take the room of that."""
+    disk(monkeypatch, small, 300)
     folder = small.hold("a")
-    with store.locked(folder / "lock", fcntl.LOCK_EX), pytest.raises(BlockingIOError):
-        store.locked(folder / "lock", fcntl.LOCK_EX | fcntl.LOCK_NB)
+    (folder / "file 1.part").write_bytes(bytes(250))
+    filled(Store(small.root), "a", 100)
+    assert sorted(os.listdir(folder)) == ["file", "lock", "used"]
+
+
+def test_a_fetched_file_that_is_replaced_before_it_is_noted_is_read_again(small, tmp_path, monkeypatch):
+    other = aged(tmp_path / "other", bytes(100))
+    monkeypatch.setattr(store, "sync_folder", lambda folder: os.replace(other, folder / "file"))
+    folder = filled(small, "a", 100)
+    assert not other.exists() and fingerprint(folder / "file") != "a fingerprint"
+
+
+def test_a_fetched_file_is_on_the_disk_before_it_is_noted(small, monkeypatch):
+    """Its bytes first, then its name, then the note: a loss of power in between leaves nothing that counts as whole."""
+    done, sync, name, write = [], os.fsync, os.replace, store.note
+
+    def synced(opened):
+        path = os.readlink(f"/proc/self/fd/{opened}")
+        done.append(("synced", os.path.basename(path), os.path.isdir(path) or os.path.getsize(path)))
+        sync(opened)
+
+    def named(start, end):
+        done.append(("named", os.path.basename(end)))
+        name(start, end)
+
+    monkeypatch.setattr(store.os, "fsync", synced)
+    monkeypatch.setattr(store.os, "replace", named)
+    monkeypatch.setattr(store, "note", lambda path, *_: done.append(("noted", path.name)))
+    filled(small, "a", 100)
+    assert done == [("synced", "file.part", 100), ("named", "file"), ("synced", "a", True), ("noted", "file")]
+
+
+def test_two_that_make_room_do_not_meet(small, monkeypatch):
+    """Neither takes the other's look at a set for use of it, nor finds that it has gone."""
+    for name in "abcd":
+        filled(small, name, 10)
+        used_at(small, name, 1000)
+    looked, look = [], Store._idle
+
+    def slowly(self, folder, stack):
+        looked.append((threading.get_ident(), folder.name))
+        found = look(self, folder, stack)
+        time.sleep(0.02)
+        return found
+    monkeypatch.setattr(Store, "_idle", slowly)
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda _: Store(small.root).take_room({}), range(2)))
+    assert len(looked) == 8 and {(small.root / name / "used").stat().st_mtime for name in "abcd"} == {1000}
+
+
+def test_room_that_one_has_is_promised_to_no_other(small, monkeypatch):
+    """Not even that of files which it has not begun."""
+    disk(monkeypatch, small, 300)
+    monkeypatch.setattr(store, "SPARE", 50)
+
+    def fetch(name, path):
+        with pytest.raises(ModelError, match="no room"):
+            filled(Store(small.root), "b", 60)
+        return filled(Store(small.root), "c", 50) and "a fingerprint"
+
+    small.fill(small.hold("a"), lambda: [("file 1", 100), ("file 2", 100)], fetch)
+
+
+@pytest.mark.parametrize("name", ["used", "lock", "model.part"])
+def test_no_fetched_file_takes_the_place_of_a_lock(small, name):
+    with pytest.raises(ModelError, match=f"cannot be named {name}"):
+        small.fill(small.hold("a"), lambda: [(name, 10)], None)
+
+
+def test_a_folder_that_is_a_link_is_left_alone(small, tmp_path):
+    """Somebody has put it there, and what it leads to is theirs."""
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "theirs" / "file").write_bytes(b"1")
+    filled(small, "a", 10)
+    (small.root / "link").symlink_to(tmp_path / "theirs")
+    Store(small.root, most_idle=0).take_room({})
+    assert kept(small) == ["link"] and os.listdir(tmp_path / "theirs") == ["file"]
+
+
+def test_a_cache_that_cannot_be_written_is_a_sentence(tmp_path):
+    (tmp_path / "file").write_bytes(b"1")
+    with pytest.raises(ModelError, match=r"^fetched files cannot be kept in .*file/files: Not a directory$"):
+        Store(tmp_path / "file" / "files").hold("a")

@@ -18,6 +18,7 @@ from pathlib import Path
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from engine.limits import VERSION
 from engine.request import ModelError
 
 from .store import PIECE, Store, digest_of, fingerprint, fingerprint_of
@@ -88,7 +89,7 @@ def offered(paths: list[str], tell: Callable = lambda *about: None) -> list[Offe
     """Offers of files of this node, which an actor here now reads for others. tell(node, what it does, path, share):
     is called while files are read for their fingerprints."""
     here = ray.get_runtime_context().get_node_id()
-    name = f"files of {here}"
+    name = f"files of {here}, {VERSION}"        # it stays, and a later version would talk with older code
     server = ray.remote(Server).options(
         name=name, namespace=NAMESPACE, lifetime="detached", get_if_exists=True, num_cpus=0, max_restarts=-1,
         max_task_retries=3, max_concurrency=4, runtime_env={"env_vars": {"PYTHONPATH": str(Path(__file__).parents[2])}},
@@ -152,7 +153,15 @@ def teller(offer: Offer, path: str | Path) -> Callable:
 
 
 def fetch(offer: Offer, path: Path) -> str:
-    """Writes an offered file to a path of this node, and returns its fingerprint."""
+    """Writes an offered file to a path of this node, and returns its fingerprint. Raises ModelError."""
+    try:
+        return fetched(offer, path)
+    except (ValueError, ray.exceptions.RayError) as error:      # there is no such actor, or the call failed
+        why = str(getattr(error, "cause", None) or error).strip().splitlines() or [type(error).__name__]
+        raise ModelError(f"{offer.path} cannot be fetched from the front's node: {why[0]}") from None
+
+
+def fetched(offer: Offer, path: Path) -> str:
     server, node = server_of(offer), ray.util.get_node_ip_address()
     ahead, digests = server.piece.remote(offer.fingerprint, 0, node), []
     with open(path, "r+b") as file:

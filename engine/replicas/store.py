@@ -4,6 +4,7 @@ A file is told from others by its fingerprint, a digest of all of it. It is comp
 that a file that comes in pieces has been read when it is there. Reading 28 GB takes a while; so fingerprints are kept
 in NOTES, each with the size, the times and the inode of its file. A file is read again only where one of these differs.
 
+    root/lock                       locked by the process that makes room
     root/<name of a set>/used       locked as long as a process uses the files; its time says when it was last seen so
                          lock       locked by the process that fetches files
                          <file>     ...
@@ -30,6 +31,7 @@ SETTLED = 2.0               # seconds since a file changed; before, its times ne
 ROOT = CACHE / "files"
 MOST_IDLE = 64 << 30        # bytes of fetched files that no process uses
 SPARE = 1 << 30             # bytes that a disk has left when all is fetched
+USED, LOCK = "used", "lock"
 PART = ".part"              # ends the name of a file that is being fetched
 GONE = ".gone"              # begins the name of a folder that is being removed
 
@@ -57,7 +59,7 @@ def fingerprint(path: str | Path, tell: Callable = lambda share: None, notes: Pa
     if stamp_of(path) != before:
         raise ModelError(f"{path} has changed while it was read")
     if began - max(before[1:3]) / 1e9 > SETTLED:
-        note(path, found, notes)
+        note(path, before, found, notes)
     return found
 
 
@@ -69,8 +71,9 @@ def digests_of(path: str, n_bytes: int, tell: Callable) -> Iterable[str]:
             tell(n / len(starts))
 
 
-def stamp_of(path: str | Path) -> list[int]:
-    """What changes with a file: [bytes, ns of its last change, ns of its inode's, inode, device]."""
+def stamp_of(path: str | Path | int) -> list[int]:
+    """What changes with a file: [bytes, ns of its last change, ns of its inode's, inode, device]. path: or a descriptor
+    of the open file."""
     found = os.stat(path)
     return [found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino, found.st_dev]
 
@@ -81,15 +84,16 @@ def read_notes(notes: Path) -> dict[str, tuple[list, str]]:
     return {}                                   # there are none, or they are damaged: files are read again
 
 
-def note(path: str | Path, found: str, notes: Path | None = None):
-    """Notes a fingerprint, and drops the oldest one where there are many."""
+def note(path: str | Path, stamp: list[int], found: str, notes: Path | None = None):
+    """Notes the fingerprint of the file that had this stamp, and drops the oldest one where there are many. What lies
+    at the path by now may be another file."""
     notes = notes or NOTES
     with contextlib.suppress(OSError):          # without notes all works, only slower
         notes.parent.mkdir(parents=True, exist_ok=True)
         with locked(notes.with_suffix(".lock"), fcntl.LOCK_EX):
             known = read_notes(notes)
             known.pop(str(path), None)
-            known[str(path)] = stamp_of(path), found
+            known[str(path)] = stamp, found
             begun = notes.with_suffix(PART)
             begun.write_text(json.dumps(dict(list(known.items())[-MOST_NOTES:])))
             os.replace(begun, notes)
@@ -111,6 +115,15 @@ def locked(path: Path, how: int):
                 return file
 
 
+@contextlib.contextmanager
+def in_a_sentence(what: str):
+    """Raises ModelError, "what: why", where the system refuses something."""
+    try:
+        yield
+    except OSError as error:
+        raise ModelError(f"{what}: {error.strerror or error}") from None
+
+
 class Store:
     """The files that a node has fetched. most_idle: bytes of them that are kept though no process uses them."""
 
@@ -119,10 +132,11 @@ class Store:
         self.held = []                          # open files, whose locks end with this process or by `release`
 
     def hold(self, name: str) -> Path:
-        """The folder of a set of files, which nobody removes now."""
-        used = locked(self.root / name / "used", fcntl.LOCK_SH)
-        self.held.append(used)
-        os.utime(used.fileno())
+        """The folder of a set of files, which nobody removes now. Raises ModelError."""
+        with in_a_sentence(f"fetched files cannot be kept in {self.root}"):
+            used = locked(self.root / name / USED, fcntl.LOCK_SH)
+            self.held.append(used)
+            os.utime(used.fileno())
         return self.root / name
 
     def release(self):
@@ -131,29 +145,33 @@ class Store:
 
     def fill(self, folder: Path, lacking: Callable, fetch: Callable):
         """Fetches what a folder that is held lacks, as one process of all. lacking(): [(file name, bytes)]. fetch(file
-        name, path): writes the file there, and returns its fingerprint. Raises ModelError where there is no room."""
-        with locked(folder / "lock", fcntl.LOCK_EX):
+        name, path): writes into the file that is there, and returns its fingerprint. Raises ModelError."""
+        with in_a_sentence(f"fetched files cannot be kept in {folder}"), locked(folder / LOCK, fcntl.LOCK_EX):
             drop_parts(folder)
-            files = lacking()
-            self.make_room(sum(n_bytes for _, n_bytes in files))
-            for name, n_bytes in files:
-                begun = folder / (name + PART)
-                try:
-                    with open(begun, "wb") as file:
-                        os.posix_fallocate(file.fileno(), 0, n_bytes)       # the room is taken before the work
-                    found = fetch(name, begun)
-                    os.replace(begun, folder / name)
-                    note(folder / name, found)
-                except OSError as error:
-                    raise ModelError(f"{name} cannot be kept in {folder}: {error.strerror or error}") from None
-                finally:
-                    begun.unlink(missing_ok=True)
+            files = dict(lacking())
+            if own := [name for name in files if name in (USED, LOCK) or name.endswith(PART)]:
+                raise ModelError(f"a fetched file cannot be named {own[0]}: files beside it have that name")
+            try:
+                self.take_room({folder / (name + PART): n_bytes for name, n_bytes in files.items()})
+                for name in files:
+                    keep(folder, name, fetch)
+            finally:
+                drop_parts(folder)
 
-    def make_room(self, n_bytes: int):
-        """Removes sets that no process uses, the least recently used first: as long as they are more than most_idle,
-        and until so many bytes have room. Raises ModelError."""
+    def take_room(self, sizes: dict[Path, int]):
+        """Makes files of so many bytes. Before, it removes sets that no process uses, the least recently used first: as
+        long as they are more than most_idle, and until the files have room. One process of all does so at a time;
+        otherwise two could promise the same room, and each would take the other's look at a set for use of it. Raises
+        ModelError, OSError."""
+        with locked(self.root / LOCK, fcntl.LOCK_EX):
+            self._make_room(sum(sizes.values()))
+            for path, n_bytes in sizes.items():
+                with open(path, "wb") as file:
+                    os.posix_fallocate(file.fileno(), 0, n_bytes)
+
+    def _make_room(self, n_bytes: int):
         with contextlib.ExitStack() as stack:
-            folders = [folder for folder in self.root.iterdir() if folder.is_dir()]
+            folders = [path for path in self.root.iterdir() if path.is_dir() and not path.is_symlink()]
             idle = sorted(filter(None, [self._idle(folder, stack) for folder in folders]))
             while idle and (sum(size for _, size, _ in idle) > self.most_idle or self._room() < n_bytes):
                 *_, folder = idle.pop(0)
@@ -172,13 +190,34 @@ class Store:
             remove(folder)
             return None
         try:
-            stack.enter_context(locked(folder / "used", fcntl.LOCK_EX | fcntl.LOCK_NB))
+            stack.enter_context(locked(folder / USED, fcntl.LOCK_EX | fcntl.LOCK_NB))
         except BlockingIOError:
-            os.utime(folder / "used")           # it is in use
+            os.utime(folder / USED)             # it is in use
             return None
         drop_parts(folder)
         sizes = [file.stat().st_size for file in folder.iterdir()]
-        return (folder / "used").stat().st_mtime, sum(sizes), folder
+        return (folder / USED).stat().st_mtime, sum(sizes), folder
+
+
+def keep(folder: Path, name: str, fetch: Callable):
+    """Fetches a file whose room is taken, and notes its fingerprint. All of it is on the disk before that: after a loss
+    of power, a file that has its size and its note, and zeros in place of data, would count as whole."""
+    begun = folder / (name + PART)
+    with open(begun, "rb") as file:
+        found = fetch(name, begun)
+        os.fsync(file.fileno())
+        os.replace(begun, folder / name)
+        sync_folder(folder)
+        note(folder / name, stamp_of(file.fileno()), found)
+
+
+def sync_folder(folder: Path):
+    """Has the names of its files on the disk."""
+    opened = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(opened)
+    finally:
+        os.close(opened)
 
 
 def drop_parts(folder: Path):
