@@ -5,7 +5,7 @@ kernels/block_sparse.py chooses; the choice is made of float32 here. Kinds of pr
 
     recall  the questions of models/evaluate.py about people that are told of far before
     chat    conversations about everything that the model has learnt, then a question about a fact
-    code    files of qengine, then such a question
+    code    Python functions that a seed makes up, then such a question
 
 Said of each rule and kind, all prompts together: the share of the keys that were read; of the tokens of greedy answers
 to whole prompts, those that come before the first one that differs behind a sparse prompt (answers see all keys); of
@@ -17,7 +17,6 @@ import argparse
 import json
 import math
 import random
-from pathlib import Path
 
 import torch
 
@@ -31,27 +30,48 @@ from models.data import prompt_of
 KINDS = "recall", "chat", "code"
 ANSWER = 32                 # tokens at most
 STRIDE = 4                  # tokens of a prompt from one that is compared to the next
-ROOT = Path(__file__).resolve().parents[1]
+VERBS = "read write count merge split check find load store move".split()      # of made-up code
+NOUNS = "page token slot row card kernel state head weight prompt".split()
 
 
 # ---- prompts -----------------------------------------------------------------------------------------------
 
 
 def prompt(tokenizer, kind: str, length: int, number: int) -> list[int]:
-    """Token ids of a held-out prompt of about this length, always the same."""
+    """Token ids of a held-out prompt of about this length, the same as long as models/ is."""
     if kind == "recall":
         examples = evaluate.held_out(f"recall {length:,}", tasks.TASKS["recall"][1], length, number + 1)
         return prompt_of(tokenizer, examples[number]).ids.tolist()
     if kind == "chat":
         text = tasks.heldout_text(random.Random(f"chat {length} {number} 0"), int(1.3 * length))
     else:
-        text, files = "<|im_start|>user\n", sorted([*ROOT.glob("engine/*.py"), *ROOT.glob("kernels/*.py")])
-        random.Random(f"code {length} {number}").shuffle(files)
-        text += "".join(file.read_text() for file in files)[:6 * length]
+        text = "<|im_start|>user\n" + made_up_code(random.Random(f"code {length} {number}"), 6 * length)
     asked = tasks.TASKS["facts"][1](random.Random(f"{kind} {length} {number} 0 q"), True, 200)
     end = "<|im_end|>\n" if kind == "code" else ""
     return (evaluate.to_ids(tokenizer, text)[:length]
             + evaluate.to_ids(tokenizer, end + tasks.render(asked, for_generation=True)))
+
+
+def made_up_code(rng, n: int) -> str:
+    """n characters of Python."""
+    functions, n_left = [], n
+    while n_left > 0:
+        verb, noun, first, second = rng.choice(VERBS), *rng.sample(NOUNS, 3)
+        name, limit, step = f"{verb}_{noun}", rng.randrange(2, 4096), rng.randrange(1, 9)
+        functions.append(f"""def {name}({first}s, {second}, most={limit}):
+    \"\"\"{verb.capitalize()} each {first} of a {second}, at most {limit} of them.\"\"\"
+    found = []
+    for number, {first} in enumerate({first}s):
+        if {first} {rng.choice(("<", ">", "==", "!="))} {second} or number % {step}:
+            found.append({first} {rng.choice("+-*&|")} {rng.randrange(1000)})
+        elif len(found) == most:
+            raise ValueError(f"{{{second}}} is too large: {limit} is the limit")
+    return {rng.choice(("found", "sorted(found)", f"sum(found) // {step}", f"found[:{limit}]"))}
+
+
+""")
+        n_left -= len(functions[-1])
+    return "".join(functions)[:n]
 
 
 # ---- attention ---------------------------------------------------------------------------------------------
@@ -155,8 +175,8 @@ def show(name: str, kind: str, results: list[dict]) -> str:
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
-    parser.add_argument("--lengths", nargs="+", type=int, default=[8000, 16_384])
-    parser.add_argument("--n", type=int, default=5, help="prompts of each kind and length (default: 5)")
+    parser.add_argument("--lengths", nargs="+", type=int, default=[12_000, 16_000])
+    parser.add_argument("--n", type=int, default=2, help="prompts of each kind and length (default: 2)")
     parser.add_argument("--first", type=int, default=0, help="number of the first one (default: 0)")
     parser.add_argument("--rules", nargs="+", choices=list(RULES), default=["default"], metavar="RULE",
                         help=", ".join(RULES))
