@@ -125,7 +125,7 @@ def test_the_counts_of_a_sparse_prompt_are_told():
     near = ScriptedEngine("Hello").submit(Request([20, 21], sparse=True))       # it has ended
     near.keys_read, near.keys_seen = 30, 120
     one, there = Feed(None, None, None), RemoteAnswer(near.request, None, [])
-    one.jobs[1], one.untold = (near, feed.news_of(near, one.wake), None), {1}
+    one.jobs[1] = feed.Open(near, feed.news_of(near, one.wake), None)
     one._gather()
     (_, counts, told, end), = one.events.values()
     there.hear(counts, told)
@@ -215,9 +215,9 @@ class Handle:
         self.given.append(Stream(self.streams.pop(0) if self.streams else []))
         return self.given[-1]
 
-    async def _answer(self, id, front, data):
+    def _answer(self, id, front, data):
         self.link.placed(id, "a")
-        return self.ends.pop(0) if self.ends else await asyncio.sleep(3600)
+        return asyncio.ensure_future(asyncio.sleep(0 if self.ends else 3600, self.ends.pop(0) if self.ends else None))
 
     def shutdown(self):
         self.n_shut += 1
@@ -241,13 +241,14 @@ def message(number, facts=None, events=()):
 
 
 HERE = FACTS | {"vocabulary": "v"}
+NONE = (0,) * len(wire.COUNTS)
 
 
 def test_a_front_asks_for_one_stream_after_the_other(monkeypatch):
     """While it reads one, which it reads to its end; of one that breaks it asks anew."""
     monkeypatch.setattr(front, "NEXT_SECONDS", 0.0)
     heard = []
-    said = [[message(0, HERE), message(0)], [message(1, events=[(99, (0,) * 4, [], None)])], [ValueError("broken")],
+    said = [[message(0, HERE), message(0)], [message(1, events=[(99, NONE, [], None)])], [ValueError("broken")],
             [message(1)]]
     with linked(monkeypatch, streams=said) as (link, handle):
         link._hear = lambda id, one, hear=link._hear: (heard.append(one), hear(id, one))
@@ -286,7 +287,7 @@ def test_messages_that_are_missing_are_noticed(monkeypatch, numbers, n_lost):
         wait_until(lambda: job.replica == "a", LIMIT)
         for number in numbers:
             asyncio.run_coroutine_threadsafe(
-                heard(link, message(number, events=[(job.id, (0,) * 4, [said], None)])), link.loop).result(LIMIT)
+                heard(link, message(number, events=[(job.id, NONE, [said], None)])), link.loop).result(LIMIT)
         assert job.n_lost == n_lost and job.id in link.jobs
 
 

@@ -23,7 +23,7 @@ replica that is not asked any more ends that front's answers.
     model files         files.py    taken from the front's node where a replica's node lacks them
     kept files          store.py    what tells a file from others, and the room that fetched ones may take
 
-Only router.py, cluster.py, files.py and actor.py import Ray, which is an extra (requirements-ray.txt).
+Only router.py, cluster.py, files.py and a replica that starts import Ray, which is an extra (requirements-ray.txt).
 """
 
 import os

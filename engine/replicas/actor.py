@@ -11,8 +11,6 @@ import socket
 import time
 from dataclasses import dataclass, field
 
-import ray
-
 from engine.limits import VERSION
 from engine.request import EngineStopped, ModelError, RequestError
 from engine.text_engine import sees
@@ -43,6 +41,7 @@ class Recipe:
 
 def facts_of(engine) -> dict:
     """What a front must know of a replica's engine."""
+    import ray                  # here alone, so that the rest runs without it
     return {"name": engine.name, "kind": engine.kind, "n_ctx": engine.n_ctx,
             "n_slots": getattr(engine, "n_slots", 1), "n_dims": getattr(engine, "n_dims", 0),
             "layers": [(layers.start, layers.stop) for layers in engine.layers],
@@ -97,11 +96,11 @@ class Replica:
 
     async def listen(self, replica: str, front: str, stream: int, knows: bool):
         """Gives the messages of a front's feed until the front has another stream, or for LEASE seconds and as long
-        after as it has answers. replica: the id of this one, for router.py. stream, knows: see Feed.listen."""
+        after as something is to be told. replica: the id of this one, for router.py. stream, knows: see Feed.listen."""
         feed, end = self.feed(front), time.monotonic() + LEASE
         messages = feed.listen(stream, knows)
         try:
-            while messages and (time.monotonic() < end or feed.jobs) and (message := await messages.get()):
+            while messages and (time.monotonic() < end or not feed.is_told()) and (message := await messages.get()):
                 yield message
         finally:
             feed.leave(stream)

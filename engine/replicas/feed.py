@@ -16,12 +16,26 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from engine.request import Delta, Request
 
 from .wire import GAP, REPORT_SECONDS, WHOLE, counts_told, delta_told, error_told
 
 MOST_CHECKS = 3             # without a stream that was asked for
+
+
+@dataclass
+class Open:
+    """An answer whose end has not been handed out. news: gives what is new of it, see news_of. over: of the feed's
+    loop, set when it is over. What follows belongs to the feed's thread."""
+
+    job: object
+    news: Callable
+    over: asyncio.Event
+    is_new: bool = True         # nothing was gathered of it
+    n_told: int = 0             # Deltas or rows that were gathered
+    has_ended: bool = False     # its end was gathered
 
 
 class Feed:
@@ -32,25 +46,21 @@ class Feed:
         self.engine, self.facts, self.loop = engine, facts, loop
         self.messages = asyncio.Queue()         # for the stream that listens, or for the next one
         self.stream, self.is_heard, self.n_checks = 0, False, 0
-        self.jobs: dict[int, tuple] = {}        # id -> (job, how to take its news, Event of the loop: it is over)
-        self.untold: set[int] = set()           # those of them of which no event was sent
+        self.jobs: dict[int, Open] = {}         # until the message with its end is in the queue: only the loop takes
         self.wake = threading.Event()
         self.n_sent, self.is_closed = 0, False
         self.tells_facts, self.told_marks, self.reported = False, None, 0.0
-        # What was gathered for the next message: by job, the ends of calls, and whether somebody waits for it.
+        # What was gathered for the next message: by job, those that have ended, and whether somebody waits for it.
         self.events, self.ended, self.is_urgent = {}, [], False
-        self.begun: set[int] = set()            # jobs of which a Delta or rows were gathered
         self.thread = threading.Thread(target=self._run, name="feed", daemon=True)
 
     # ---- in the loop ------------------------------------------------------------------------------------------
 
     def add(self, id: int, job) -> asyncio.Event:
         """A job of the engine; gives what is set when it is over."""
-        over = asyncio.Event()
-        self.untold.add(id)
-        self.jobs[id] = job, news_of(job, self.wake), over
+        one = self.jobs[id] = Open(job, news_of(job, self.wake), asyncio.Event())
         self.wake.set()
-        return over
+        return one.over
 
     def listen(self, stream: int, knows: bool) -> asyncio.Queue | None:
         """The messages for a stream of the front, until one is None. The stream before it ends; what that one has not
@@ -78,15 +88,21 @@ class Feed:
         if self.n_checks > MOST_CHECKS and not self.is_closed:
             self.is_closed = True
             self.messages.put_nowait(None)
-            for job, _, over in list(self.jobs.values()):
-                job.cancel()
-                over.set()
+            for one in self.jobs.values():
+                one.job.cancel()
+                one.over.set()
             self.wake.set()
 
-    def send(self, message: tuple, ended: list[asyncio.Event]):
+    def send(self, message: tuple, ended: list[int] = ()):
+        """ended: ids of answers whose ends are in the message."""
         self.messages.put_nowait(message)
-        for over in ended:
-            over.set()
+        for id in ended:
+            if (one := self.jobs.pop(id, None)) is not None:
+                one.over.set()
+
+    def is_told(self) -> bool:
+        """Whether nothing is left to hand out, nor anything to come."""
+        return not self.jobs and self.messages.empty()
 
     # ---- in the feed's thread ---------------------------------------------------------------------------------
 
@@ -109,22 +125,20 @@ class Feed:
 
     def _gather(self):
         """What has happened to the jobs since the last time, into self.events."""
-        for id, (job, news, over) in list(self.jobs.items()):
-            told, end = news()
-            if is_new := id in self.untold:
-                self.untold.discard(id)
-            if not (told or end is not None or job.n_read or is_new):
+        for id, one in list(self.jobs.items()):
+            if one.has_ended:
+                continue
+            told, end = one.news()
+            if not (told or end is not None or one.job.n_read or one.is_new):
                 continue
             before = self.events.get(id)
-            self.events[id] = id, counts_told(job), before[2] + told if before else told, end
-            if end is not None:
-                del self.jobs[id]
-                self.ended.append(over)
-            if end is not None or told and id not in self.begun:
-                self.is_urgent = True
-            self.begun = self.begun & self.jobs.keys() | ({id} if told else set())
+            self.events[id] = id, counts_told(one.job), before[2] + told if before else told, end
+            self.is_urgent = self.is_urgent or end is not None or bool(told and not one.n_told)
+            one.is_new, one.n_told, one.has_ended = False, one.n_told + len(told), end is not None
+            if one.has_ended:
+                self.ended.append(id)
 
-    def _message(self) -> tuple[tuple, list[asyncio.Event]]:
+    def _message(self) -> tuple[tuple, list[int]]:
         facts, self.tells_facts = self.facts if self.tells_facts else None, False
         events, ended, now = list(self.events.values()), self.ended, time.monotonic()
         stats = marks = None
