@@ -56,7 +56,7 @@ async def read(messages, n_tokens):
     while len(tokens) < n_tokens:
         number, *_, events = await asyncio.wait_for(messages.get(), LIMIT)
         numbers += [number] * bool(events)
-        tokens += [delta[0] for _, _, told, _ in events for delta in told]
+        tokens += [delta[0] for *_, told, _ in events for delta in told]
     return numbers, tokens
 
 
@@ -127,7 +127,8 @@ def test_the_counts_of_a_sparse_prompt_are_told():
     one, there = Feed(None, None, None), RemoteAnswer(near.request, None, [])
     one.jobs[1] = feed.Open(near, feed.news_of(near, one.wake), None)
     one._gather()
-    (_, counts, told, end), = one.events.values()
+    (_, n_before, counts, told, end), = one.events.values()
+    assert n_before == 0
     there.hear(counts, told)
     there.end(*end[1:])
     assert share_read([there]) == share_read([near]) == 0.25
@@ -248,7 +249,7 @@ def test_a_front_asks_for_one_stream_after_the_other(monkeypatch):
     """While it reads one, which it reads to its end; of one that breaks it asks anew."""
     monkeypatch.setattr(front, "NEXT_SECONDS", 0.0)
     heard = []
-    said = [[message(0, HERE), message(0)], [message(1, events=[(99, NONE, [], None)])], [ValueError("broken")],
+    said = [[message(0, HERE), message(0)], [message(1, events=[(99, 0, NONE, [], None)])], [ValueError("broken")],
             [message(1)]]
     with linked(monkeypatch, streams=said) as (link, handle):
         link._hear = lambda id, one, hear=link._hear: (heard.append(one), hear(id, one))
@@ -286,14 +287,17 @@ def test_messages_that_are_missing_are_noticed(monkeypatch, numbers, n_lost):
         link.submit(job)
         wait_until(lambda: job.replica == "a", LIMIT)
         for number in numbers:
-            asyncio.run_coroutine_threadsafe(
-                heard(link, message(number, events=[(job.id, NONE, [said], None)])), link.loop).result(LIMIT)
+            in_loop(link, heard(link, message(number, events=[(job.id, job.n_again, NONE, [said], None)])))
         assert job.n_lost == n_lost and job.id in link.jobs
 
 
-async def heard(link, *messages):
+async def heard(link, *messages, replica="a"):
     for one in messages:
-        link._hear("a", one)
+        link._hear(replica, one)
+
+
+def in_loop(link, work):
+    return asyncio.run_coroutine_threadsafe(work, link.loop).result(LIMIT)
 
 
 def test_an_answer_whose_replica_has_not_heard_of_the_front_begins_again(monkeypatch):

@@ -131,8 +131,8 @@ class Feed:
             told, end = one.news()
             if not (told or end is not None or one.job.n_read or one.is_new):
                 continue
-            before = self.events.get(id)
-            self.events[id] = id, counts_told(one.job), before[2] + told if before else told, end
+            _, n_before, _, before, _ = self.events.get(id, (id, one.n_told, None, [], None))
+            self.events[id] = id, n_before, counts_told(one.job), before + told, end
             self.is_urgent = self.is_urgent or end is not None or bool(told and not one.n_told)
             one.is_new, one.n_told, one.has_ended = False, one.n_told + len(told), end is not None
             if one.has_ended:

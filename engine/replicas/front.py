@@ -302,10 +302,12 @@ class Link:
         for event in events:
             self._take(id, *event)
 
-    def _take(self, replica: str, id: int, counts: tuple[float, ...], told: list, end: tuple | None):
+    def _take(self, replica: str, id: int, n_before: int, counts: tuple[float, ...], told: list, end: tuple | None):
         job = self.jobs.get(id)
         if job is None or job.replica != replica:
-            return                              # it was given up
+            return                  # it was given up; or Ray Serve has chosen otherwise, and says so after this event
+        if n_before != job.n_again:
+            return self._lose(job, id, "tokens from it are missing")
         try:
             job.hear(counts, told)
         except Differs:

@@ -46,6 +46,7 @@ class RemoteJob:
         self.id, self.link, self.marks = next(_ids), link, marks
         self.replica: str | None = None         # the id of the one that computes it, once that is known
         self.tries: list[Try] = []              # those that have failed
+        self.n_again = 0                        # Deltas or rows that this try has given
         self.begun = threading.Event()          # a replica has taken it, or it has ended
         self.over = None                        # of asyncio, set by the link: how this try has ended
 
@@ -59,7 +60,7 @@ class RemoteJob:
 
     def begin_again(self):
         """The next try. It has another id, so that what may still come of the last one is not taken for it."""
-        self.id = next(_ids)
+        self.id, self.n_again = next(_ids), 0
 
     def cancel(self):
         super().cancel()
@@ -77,11 +78,6 @@ class RemoteAnswer(RemoteJob, Answer):
         Answer.__init__(self, request)
         RemoteJob.__init__(self, link, marks)
         self.given: list[tuple] = []            # (token id, text, finish reason) of the Deltas that readers have
-        self.n_again = 0                        # so many of them has this try computed
-
-    def begin_again(self):
-        super().begin_again()
-        self.n_again = 0
 
     def hear(self, counts: tuple[float, ...], told: list[tuple]):
         """News of a replica. Raises Differs."""
@@ -116,8 +112,9 @@ class RemoteTexts(RemoteJob, TextsJob):
         RemoteJob.__init__(self, link)
 
     def hear(self, counts: tuple[float, ...], told: list):
-        for index, row in enumerate(told):
-            self.land(index, row)
+        for row in told:
+            self.land(self.n_again, row)
+            self.n_again += 1
 
     def end(self, *_):
         if self.finish_reason is None:

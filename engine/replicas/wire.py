@@ -1,7 +1,8 @@
 """What crosses the network between a front and its replicas: bytes and tuples, since Ray is fastest with these.
 
     request     bytes of a pickled Request or TextsRequest, from a front, once for each answer
-    events      [(id, counts, deltas or rows, end)], from a replica, of each answer that has news
+    events      [(id, n_before, counts, deltas or rows, end)], from a replica, of each answer that has news; n_before:
+                so many deltas or rows of it came before, so a front sees where some are missing
     report      what a replica says of itself, at least once every REPORT_SECONDS
 
 Pickles are read only of a request, by a replica, and come from a front of the same cluster: whoever can reach Ray's
