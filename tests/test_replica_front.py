@@ -79,3 +79,40 @@ def test_what_is_missing_or_comes_twice_loses_the_try(monkeypatch, kind, n_befor
         in_loop(link, heard(link, event(job, 0, told[:3]),
                             message(2, events=[(job.id, n_before, NONE, told[3:], None)])))
         assert job.n_lost == n_lost
+
+
+# ---- ends ---------------------------------------------------------------------------------------------------------
+
+
+async def beat(link, seconds):
+    """The replica reports, and says nothing of answers."""
+    for _ in range(round(seconds / 0.02)):
+        link._hear("a", message(0, HERE))
+        await asyncio.sleep(0.02)
+
+
+def test_an_answer_whose_call_has_ended_is_lost_if_its_end_does_not_come(monkeypatch):
+    monkeypatch.setattr(front, "END_LOOKS", 4)
+    with linked(monkeypatch, ends=[None]) as (link, handle):
+        unheard(link)
+        link.see(["a"])
+        job = submitted(link)
+        in_loop(link, beat(link, 0.2))
+        assert job.n_lost == 0                  # the end may still come
+        wait_until(lambda: in_loop(link, beat(link, 0.2)) or job.n_lost and job.replica, LIMIT)
+        assert job.n_lost == 1 and "its end was not heard" in str(job.tries[0])
+        in_loop(link, heard(link, event(job, 0, TOKENS, END)))
+        assert text_of(job) == TEXT
+
+
+def test_an_answer_at_a_replica_that_nobody_listens_to_is_lost(monkeypatch):
+    monkeypatch.setattr(front, "LOOK_SECONDS", 0.02)
+    monkeypatch.setattr(front, "MOST_LOOKS", 10)
+    with linked(monkeypatch) as (link, handle):
+        unheard(link)
+        link.see(["b"])
+        job = submitted(link)                   # the handle says "a", which has just left
+        wait_until(lambda: job.n_lost == 1, LIMIT)
+        assert "it hangs" in str(job.tries[0])
+        wait_until(lambda: job.wait(0), LIMIT)  # this handle knows no other replica: three are lost
+        assert job.n_lost == 3 and not link.jobs

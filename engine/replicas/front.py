@@ -34,6 +34,7 @@ from .wire import NEXT_SECONDS, UNHEARD, WHOLE, error_heard, fingerprint, packed
 
 LOOK_SECONDS = 0.5          # between two looks at replicas and deadlines
 MOST_LOOKS = 60             # without a message, after which a replica counts as hanging: 30 s, as Ray Serve has it
+END_LOOKS = 20              # after the end of its call, in which an answer's end comes by the stream
 NOBODY_SECONDS = 60.0       # so long requests wait for a replica where there is none
 AGAIN_SECONDS = 0.5         # before the next try of an answer, or to listen to a replica whose stream has broken
 LOST = object()             # how a try ends whose replica was lost
@@ -168,7 +169,7 @@ class Link:
             await asyncio.sleep(AGAIN_SECONDS)
 
     async def _call(self, job: RemoteJob, id: int):
-        """One try. Its end is heard in the replica's stream, unless the call itself fails."""
+        """One try. Its end is heard in the replica's stream, unless the call itself fails or ends long before."""
         response = None
         try:
             data = packed(dataclasses.replace(job.request, timeout=job.seconds_left))
@@ -183,11 +184,15 @@ class Link:
                 self.table.silence(job.replica)         # until it reports again
             self._lose(job, id, "the call failed", in_a_line(error))
         else:
-            if refused == UNHEARD:
+            if refused is None:
+                for _ in range(END_LOOKS):
+                    await asyncio.sleep(LOOK_SECONDS)
+                self._lose(job, id, "its end was not heard")
+            elif refused == UNHEARD:
                 self._lose(job, id, refused[2])
-            elif refused is not None and refused[0] == "stopped":
+            elif refused[0] == "stopped":
                 self._stopped(job, id, refused[2])
-            elif refused is not None:
+            else:
                 self._settle(job, error_heard(refused))
 
     def _stopped(self, job: RemoteJob, id: int, why: str):
@@ -248,6 +253,8 @@ class Link:
         one = self.table.replicas.get(id)
         if one is not None and one.is_leaving and not any(job.replica == id for job in list(self.jobs.values())):
             self.table.forget(id)
+            self.looks.pop(id, None)
+            self.numbers.pop(id, None)
             task = self.listeners.pop(id, None)
             if task is not None and task is not asyncio.current_task(self.loop):
                 task.cancel()
@@ -327,9 +334,10 @@ class Link:
     async def _look(self):
         while True:
             await asyncio.sleep(LOOK_SECONDS)
-            for id in list(self.listeners):
+            # Ray Serve may have sent an answer to a replica that is not listened to, as it has just left.
+            for id in self.listeners.keys() | {job.replica for job in list(self.jobs.values())} - {None}:
                 self.looks[id] += 1
-                if self.looks[id] == MOST_LOOKS:
+                if self.looks[id] >= MOST_LOOKS:
                     self.table.silence(id)
                     self._lose_all(id, "it hangs")
             if any(one.state == "up" for one in self.table.listed()):
