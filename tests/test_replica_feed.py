@@ -190,7 +190,7 @@ class Stream:
 
     async def __aiter__(self):
         while (message := await self.messages.get()) is not None:
-            if isinstance(message, Exception):
+            if isinstance(message, BaseException):
                 raise message
             yield message
 

@@ -116,3 +116,63 @@ def test_an_answer_at_a_replica_that_nobody_listens_to_is_lost(monkeypatch):
         assert "it hangs" in str(job.tries[0])
         wait_until(lambda: job.wait(0), LIMIT)  # this handle knows no other replica: three are lost
         assert job.n_lost == 3 and not link.jobs
+
+
+# ---- replicas that leave ------------------------------------------------------------------------------------------
+
+
+def push(link, handle, said):
+    link.loop.call_soon_threadsafe(handle.given[0].messages.put_nowait, said)
+
+
+def left(link, handle):
+    """A job at a replica that has said what it is, and that leaves."""
+    link.see(["a"])
+    wait_until(lambda: link.table.listed()[0].facts, LIMIT)
+    job = submitted(link)
+    link.see([])
+    return job
+
+
+def test_the_last_end_of_a_replica_that_leaves_ends_its_stream(monkeypatch, late):
+    """Ray Serve waits for the stream before it ends the replica."""
+    with linked(monkeypatch, streams=[[message(0, HERE)]]) as (link, handle):
+        job = left(link, handle)
+        push(link, handle, message(1, events=[(job.id, 0, NONE, TOKENS, END)]))
+        assert text_of(job) == TEXT and job.n_lost == 0
+        wait_until(lambda: handle.given[0].is_cancelled, LIMIT)
+        assert not link.table.listed() and not link.listeners and len(handle.asked) == 1
+
+
+@pytest.mark.parametrize("last", [None, ValueError("broken")], ids=["ends", "breaks"])
+def test_a_replica_that_leaves_is_forgotten_when_its_stream(monkeypatch, late, last):
+    """It is asked for no further stream: that call would wait in Ray Serve for ever."""
+    with linked(monkeypatch, streams=[[message(0, HERE)]]) as (link, handle):
+        monkeypatch.setattr(front, "AGAIN_SECONDS", 0.05)
+        job = left(link, handle)
+        handle.link = SimpleNamespace(placed=lambda *_: None)      # Ray Serve has no other replica
+        push(link, handle, last)
+        wait_until(lambda: not link.table.listed() and not link.listeners, LIMIT)
+        in_loop(link, asyncio.sleep(0.3))
+        assert job.n_lost == 1 and len(handle.asked) == 1 and job.id in link.jobs
+        job.cancel()
+
+
+def test_a_replica_that_leaves_and_hangs_is_forgotten(monkeypatch, late):
+    monkeypatch.setattr(front, "LOOK_SECONDS", 0.02)
+    monkeypatch.setattr(front, "MOST_LOOKS", 10)
+    with linked(monkeypatch, streams=[[message(0, HERE)]]) as (link, handle):
+        job = left(link, handle)
+        handle.link = SimpleNamespace(placed=lambda *_: None)
+        wait_until(lambda: not link.table.listed() and not link.listeners, LIMIT)
+        wait_until(lambda: handle.given[0].is_cancelled, LIMIT)
+        assert job.n_lost == 1 and len(handle.asked) == 1
+        job.cancel()
+
+
+def test_a_stream_that_ray_calls_cancelled_is_a_broken_one(monkeypatch, late):
+    """Ray makes asyncio's error of its own."""
+    with linked(monkeypatch, streams=[[message(0, HERE), asyncio.CancelledError()], [message(0)]]) as (link, handle):
+        link.see(["a"])
+        wait_until(lambda: len(handle.asked) == 2 and link.table.listed()[0].state == "up", LIMIT)
+        assert not link.listeners["a"].done()

@@ -260,24 +260,29 @@ class Link:
                 task.cancel()
 
     async def _listen(self, id: str):
-        """Reads one stream of a replica after the other. The next one is asked for while this one goes on, as that
-        ends it; a replica that Ray Serve drains cannot be asked, and so this one goes on there."""
+        """Reads one stream of a replica after the other, until the replica is forgotten. The next one is asked for while
+        this one goes on, as that ends it; a replica that Ray Serve drains cannot be asked: this one is its last."""
         streams, asked = [], 0.0                # what is read, and the next one; when the last one was asked for
+        one = self.table.replicas.get(id)
         try:
-            while (one := self.table.replicas.get(id)) is not None:
+            while one is not None and self.table.replicas.get(id) is one:
                 try:
+                    if one.is_leaving and not streams:
+                        raise EOFError("it cannot be asked for the next one")
                     asked = asked if streams else self._ask(one, streams)
                     async for message in streams[0]:
                         self._hear(id, message)
+                        if self.table.replicas.get(id) is not one:      # it leaves, and this was its last answer's end
+                            return
                         if len(streams) == 1 and not one.is_leaving and time.monotonic() > asked + NEXT_SECONDS:
                             asked = self._ask(one, streams)
                     streams.pop(0)
-                except Exception as error:      # Ray's, of many kinds
+                except (Exception, asyncio.CancelledError) as error:    # Ray's, of many kinds; this is one of them, too
+                    if asyncio.current_task().cancelling():
+                        raise
                     cancel_all(streams)
                     self.table.silence(id)
-                    self._lose_all(id, "its stream broke", in_a_line(error))
-                    if one.is_leaving:
-                        return self._part(id)
+                    self._lose_all(id, "its stream broke or ended", in_a_line(error))
                     await asyncio.sleep(AGAIN_SECONDS)
         finally:
             cancel_all(streams)
@@ -289,9 +294,11 @@ class Link:
         return time.monotonic()
 
     def _lose_all(self, id: str, seen: str, why: str = ""):
+        """Nothing that is open at a replica is waited for any longer; one that leaves is forgotten by that."""
         for job in list(self.jobs.values()):
             if job.replica == id:
                 self._lose(job, job.id, seen, why)
+        self._part(id)
 
     def _hear(self, id: str, message: tuple):
         number, facts, stats, reason, marks, events = message
