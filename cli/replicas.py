@@ -59,6 +59,8 @@ def replicated(wanted: Wanted, options):
     began = time.monotonic()
 
     def tell(facts):
+        if facts["wish"].recipe != wish.recipe:     # it is about to be replaced
+            return
         qengine.note(f"a replica of {wanted.model.name} is up on {facts['hostname']} ({facts['node']}) after "
                      f"{time.monotonic() - began:.1f} s: {', '.join(facts['cards'])}")
 

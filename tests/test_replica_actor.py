@@ -71,7 +71,7 @@ def test_a_stream_hands_out_the_end_of_its_last_answer(monkeypatch):
             await asyncio.wait_for(anext(stream), LIMIT)
             job.push(20, "stop")
             job.close()
-            time.sleep(0.5)         # the loop stands still, so that the feed's thread gathers the end, and cannot send it
+            time.sleep(0.5)         # the loop stands still: the feed's thread gathers the end, and cannot send it
             events = [event for message in [one async for one in stream] for event in message[-1]]
             assert events[-1][-1][0] == wire.WHOLE and await asyncio.wait_for(call, LIMIT) is None
             assert one.feeds["front"].is_told()

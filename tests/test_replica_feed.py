@@ -205,6 +205,7 @@ class Handle:
     def __init__(self, streams=(), ends=()):
         self.streams, self.ends, self.asked, self.given, self.n_shut = list(streams), list(ends), [], [], 0
         self.answer = SimpleNamespace(remote=self._answer)
+        self.hello = SimpleNamespace(remote=lambda: asyncio.sleep(0))
 
     def options(self, stream):
         return SimpleNamespace(listen=SimpleNamespace(remote=self._listen))
@@ -225,10 +226,10 @@ class Handle:
 
 
 @contextlib.contextmanager
-def linked(monkeypatch, **arguments):
+def linked(monkeypatch, recipe=None, **arguments):
     monkeypatch.setattr(front, "AGAIN_SECONDS", 0.01)
     handle = Handle(**arguments)
-    handle.link = link = front.Link(handle, "fed")
+    handle.link = link = front.Link(handle, "fed", recipe=recipe)
     try:
         yield link, handle
     finally:

@@ -1,15 +1,17 @@
-"""What a front does where replicas, their streams and Ray Serve's words fail or come late. No cluster is started, and Ray
-is not needed."""
+"""What a front does where replicas, their streams and Ray Serve's words fail or come late. Neither Ray nor a cluster is
+needed."""
 
 import asyncio
+import itertools
 from types import SimpleNamespace
 
 import pytest
 
 from engine.replicas import front, wire
+from engine.replicas.actor import Recipe
 from engine.replicas.jobs import RemoteAnswer, RemoteTexts
 from engine.pooling import TextsRequest
-from engine.request import Delta, Request
+from engine.request import Delta, ModelError, Request, RequestError
 from tests.clients import wait_until
 from tests.test_replica_feed import HERE, LIMIT, NONE, Stream, heard, in_loop, linked, message
 
@@ -176,3 +178,74 @@ def test_a_stream_that_ray_calls_cancelled_is_a_broken_one(monkeypatch, late):
         link.see(["a"])
         wait_until(lambda: len(handle.asked) == 2 and link.table.listed()[0].state == "up", LIMIT)
         assert not link.listeners["a"].done()
+
+
+# ---- a change of the model ----------------------------------------------------------------------------------------
+
+
+OLD, NEW = Recipe("module:make", {"file": "old"}), Recipe("module:make", {"file": "new"})
+
+
+def facts_by(recipe, n_ctx):
+    return HERE | {"n_ctx": n_ctx, "wish": SimpleNamespace(recipe=recipe, n=2)}
+
+
+@pytest.fixture
+def changing(monkeypatch, late):
+    """A front of the new model, and its handle. Replica "a" is still of the old one."""
+    with linked(monkeypatch, streams=[[message(0, facts_by(OLD, 512))]], recipe=NEW) as (link, handle):
+        link.see(["a"])
+        wait_until(lambda: link.table.listed()[0].facts, LIMIT)
+        yield link, handle
+
+
+def test_a_front_that_starts_in_a_change_takes_the_facts_of_the_new_model(changing):
+    link, handle = changing
+    n_waited = itertools.count(1)
+
+    def meanwhile():
+        if next(n_waited) == 3:
+            handle.streams.append([message(0, facts_by(NEW, 4096))])
+            link.see(["a", "b"])
+
+    assert link.first_facts(lambda: None, meanwhile)["n_ctx"] == 4096 and next(n_waited) > 3
+
+
+def test_requests_go_to_replicas_of_the_new_model_as_soon_as_there_is_one(changing):
+    link, handle = changing
+    assert link.place(0, ["a"]) == ["a"]
+    handle.streams.append([message(0, facts_by(NEW, 4096))])
+    link.see(["a", "b"])
+    wait_until(lambda: all(one.facts for one in link.table.listed()), LIMIT)
+    assert {*map(tuple, (link.place(0, ["a", "b"]) for _ in range(4)))} == {("b",)}
+    link.table.silence("b")
+    assert link.place(0, ["a", "b"]) == ["a"]
+
+
+def test_a_new_model_that_cannot_be_loaded_is_a_sentence(changing):
+    """The replicas of the old one do not answer under its name."""
+    link, handle = changing
+    said = iter([None, None, "no such file"])
+    with pytest.raises(ModelError, match="no such file"):
+        link.first_facts(lambda: next(said))
+
+
+def test_a_replica_that_says_nothing_once_it_is_up_is_a_sentence(monkeypatch, late):
+    monkeypatch.setattr(front, "ANSWER_SECONDS", 0.3)
+    with linked(monkeypatch) as (link, handle):
+        with pytest.raises(RequestError, match="RAY_AUTH_MODE"):
+            link.first_facts(lambda: None, lambda: link.see(["a"]))
+
+
+def test_a_call_that_fails_while_a_front_starts_is_made_again(monkeypatch, late):
+    """Its replica has just died, say."""
+    with linked(monkeypatch, streams=[[message(0, facts_by(NEW, 4096))]], recipe=NEW) as (link, handle):
+        said = iter([ConnectionError("it has died"), ConnectionError("it has died"), None])
+
+        async def hello():
+            if (error := next(said)) is not None:
+                raise error
+            link.see(["a"])
+
+        handle.hello = SimpleNamespace(remote=hello)
+        assert link.first_facts(lambda: None)["n_ctx"] == 4096

@@ -2,14 +2,14 @@
 
 Ray's own HTTP servers, its dashboard and its reports of usage stay off. What an application was deployed with is part
 of what its replicas say of themselves; so a front that is started again finds them and changes nothing, and one that is
-started with another model or other numbers has Ray Serve replace them one after the other.
+started with another model or other numbers has Ray Serve replace them one after the other. It begins with the first
+replica of the model that it was started with.
 """
 
 import copy
 import logging
 import re
 import socket
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,7 +19,7 @@ from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouter
 from ray.serve.handle import DeploymentHandle
 from ray.serve.schema import LoggingConfig
 
-from engine.request import ModelError, RequestError
+from engine.request import RequestError
 
 from .actor import Recipe, Replica
 from .front import Link
@@ -35,18 +35,17 @@ UP_SECONDS, DOWN_SECONDS = 5, 300       # of load above or below, before a repli
 MEAN_SECONDS = 30           # over which load is averaged
 STARTS = 3                  # that may fail before Ray Serve says that a replica cannot be started
 REACH_SECONDS = 5           # that a cluster's head gets to take a connection
-ANSWER_SECONDS = 60         # that a replica gets to answer once it is up
-POLL_SECONDS = 0.1
 ROOT = Path(__file__).resolve().parents[2]      # where a node finds qengine, unless it is installed there
 
 
 @dataclass(frozen=True)
 class Wish:
-    """What is to run. application: its name. n, most: replicas; with most > n Ray Serve adds and takes away by load.
-    n_gpus, n_cpus: that each replica has of its node. n_slots: answers that each generates at the same time."""
+    """What is to run. application: its name. recipe: None, for a front alone, takes replicas of any. n, most: replicas;
+    with most > n Ray Serve adds and takes away by load. n_gpus, n_cpus: that each replica has of its node. n_slots:
+    answers that each generates at the same time."""
 
     application: str
-    recipe: Recipe
+    recipe: Recipe | None
     n: int = 1
     most: int | None = None
     n_gpus: int = 0
@@ -137,21 +136,12 @@ def handle_for(application: str) -> DeploymentHandle:
 
 
 def link(wish: Wish, on_facts=lambda facts: None, meanwhile=lambda: None) -> tuple[Link, dict]:
-    """Joins this process with the replicas, once one is up. Returns (Link, what that one says of itself). meanwhile():
-    is called again and again until then. Raises ModelError where none can be started, RequestError where none
-    answers."""
-    found = Link(handle_for(wish.application), wish.application, on_facts)
-    asked = found.call("hello")
+    """Joins this process with the replicas, once one is up that is as wished. Returns (Link, what that one says of
+    itself). meanwhile(): is called again and again until then. Raises ModelError where none can be started,
+    RequestError where none answers."""
+    found = Link(handle_for(wish.application), wish.application, on_facts, wish.recipe)
     try:
-        while not asked.done():
-            if (why := failure(wish.application)) is not None:
-                raise ModelError(why)
-            if time.monotonic() - found.alone_since > ANSWER_SECONDS and found.table.listed():
-                raise RequestError("ray", "the replicas are up, but their answers do not get here: RAY_AUTH_MODE and "
-                                          "the token must be the same on all nodes, and ports must be open")
-            meanwhile()
-            time.sleep(POLL_SECONDS)
-        return found, asked.result()
+        return found, found.first_facts(lambda: failure(wish.application), meanwhile)
     except BaseException:
         found.close()
         raise

@@ -21,7 +21,7 @@ from engine.images import PAD, Limits, Reader
 from engine.limits import MOST_DRAFTS
 from engine.pooling import PoolingEngine, TextsRequest
 from engine.prefix import marks_of
-from engine.request import EngineStopped, Request, is_sparse
+from engine.request import EngineStopped, ModelError, Request, RequestError, is_sparse
 from engine.served import Facts
 from engine.sight import pictures_of
 from engine.text_engine import TextEngine, TextOnly
@@ -36,6 +36,8 @@ LOOK_SECONDS = 0.5          # between two looks at replicas and deadlines
 MOST_LOOKS = 60             # without a message, after which a replica counts as hanging: 30 s, as Ray Serve has it
 END_LOOKS = 20              # after the end of its call, in which an answer's end comes by the stream
 NOBODY_SECONDS = 60.0       # so long requests wait for a replica where there is none
+ANSWER_SECONDS = 60.0       # that the first words of a replica that is up may take
+POLL_SECONDS = 0.1
 AGAIN_SECONDS = 0.5         # before the next try of an answer, or to listen to a replica whose stream has broken
 LOST = object()             # how a try ends whose replica was lost
 
@@ -46,12 +48,12 @@ class Link:
     """What joins a front with the replicas of one model.
 
     handle: of Ray Serve, for the deployment; it ends with the link. application: its name. on_facts(facts): is called
-    with what each new replica says of itself, in the link's thread.
+    with what each new replica says of itself, in the link's thread. recipe: see Table.
     """
 
-    def __init__(self, handle, application: str, on_facts=lambda facts: None):
+    def __init__(self, handle, application: str, on_facts=lambda facts: None, recipe=None):
         self.handle, self.application, self.on_facts = handle, application, on_facts
-        self.key, self.table = uuid.uuid4().hex, Table()
+        self.key, self.table = uuid.uuid4().hex, Table(recipe)
         self.jobs: dict[int, RemoteJob] = {}        # open ones by their id
         self.lock = threading.Lock()                # guards jobs, which replica each has, and closed
         self.listeners: dict[str, asyncio.Task] = {}
@@ -75,6 +77,24 @@ class Link:
         async def ask():
             return await getattr(self.handle, method).remote(*arguments)
         return asyncio.run_coroutine_threadsafe(ask(), self.loop)
+
+    def first_facts(self, failure, meanwhile=lambda: None) -> dict:
+        """Waits until a replica is up that is made by the front's recipe, and returns what it says of itself; others
+        are about to be replaced by such ones. failure(): why there can be none, or None. meanwhile(): is called again
+        and again. Raises ModelError with the failure, RequestError where nothing comes from a replica."""
+        asked = None            # any call makes Ray Serve say which replicas there are
+        while (facts := self.table.wanted()) is None:
+            if asked is None or asked.done() and asked.exception() is not None:
+                asked = self.call("hello")
+            if (why := failure()) is not None:
+                raise ModelError(why)
+            if any(not one.facts and not one.is_leaving and time.time() - one.since > ANSWER_SECONDS
+                   for one in self.table.listed()):
+                raise RequestError("ray", "the replicas are up, but their answers do not get here: RAY_AUTH_MODE and "
+                                          "the token must be the same on all nodes, and ports must be open")
+            meanwhile()
+            time.sleep(POLL_SECONDS)
+        return facts
 
     def be_of(self, vocabulary: str):
         """The front cuts text by this vocabulary: replicas with another one get nothing."""
@@ -260,8 +280,8 @@ class Link:
                 task.cancel()
 
     async def _listen(self, id: str):
-        """Reads one stream of a replica after the other, until the replica is forgotten. The next one is asked for while
-        this one goes on, as that ends it; a replica that Ray Serve drains cannot be asked: this one is its last."""
+        """Reads one stream of a replica after the other, until the replica is forgotten. The next one is asked for
+        while this one goes on, as that ends it. A replica that Ray Serve drains cannot be asked."""
         streams, asked = [], 0.0                # what is read, and the next one; when the last one was asked for
         one = self.table.replicas.get(id)
         try:

@@ -52,6 +52,7 @@ class Replica:
     is_leaving: bool = False                        # Ray Serve sends it nothing more
     is_silent: bool = False                         # nothing has come from it for long
     is_foreign: bool = False                        # it has a model with another vocabulary than the front's
+    is_other: bool = False                          # it was made otherwise than the front wants it: a change goes on
     since: float = field(default_factory=time.time)
 
     @property
@@ -70,9 +71,11 @@ class Replica:
 
 
 class Table:
-    """The replicas of a model. Any thread may call this."""
+    """The replicas of a model. Any thread may call this. recipe: by which replicas are to be made (actor.py); others
+    get requests only while there is none of these. None: all are equal."""
 
-    def __init__(self):
+    def __init__(self, recipe=None):
+        self.recipe = recipe
         self.lock = threading.Lock()
         self.replicas: dict[str, Replica] = {}
         # mark -> {id: how often it is kept there, or in a prompt that is open there}
@@ -110,6 +113,7 @@ class Table:
                 return
             if facts is not None:
                 one.facts, one.node, one.hostname = facts, facts["node"], facts["hostname"]
+                one.is_other = self.recipe is not None and facts["wish"].recipe != self.recipe
             one.stats, one.reason, one.is_silent = stats or one.stats, reason, False
             if kept is not None:
                 before, one.kept = one.kept, frozenset(kept[:MOST_MARKS])
@@ -138,6 +142,10 @@ class Table:
         with self.lock:
             return sorted(self.replicas.values(), key=lambda one: (one.since, one.id))
 
+    def wanted(self) -> dict | None:
+        """The facts of a replica that is up and made as the front wants it; None if there is none."""
+        return next((one.facts for one in self.listed() if one.state == "up" and not one.is_other), None)
+
     def _hold(self, id: str, marks: Iterable[int]):
         for mark in marks:
             self.holders.setdefault(mark, Counter())[id] += 1
@@ -159,6 +167,8 @@ class Table:
         with self.lock:
             known = [self.replicas.get(id) or Replica(id) for id in ids]
             able = [one for one in known if one.reason is None and not (one.is_silent or one.is_foreign)]
+            wanted = [one for one in able if one.facts and not one.is_other]
+            able = wanted if wanted and self.recipe is not None else able
             spared = self._spared(marks)
             limit = math.ceil(SHARE * (sum(one.n_open for one in able) + 1) / max(len(able), 1))
             self.n_turns += 1
