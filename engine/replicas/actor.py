@@ -75,8 +75,8 @@ class Replica:
         try:
             if getattr(request, "grammar", None) is None:
                 job = self.engine.submit(request)
-            else:           # a grammar takes the engine up to seconds, in which the others' events must go on
-                job = await asyncio.get_running_loop().run_in_executor(None, self.engine.submit, request)
+            else:
+                job = await self._submitted(request)
         except (RequestError, EngineStopped) as error:
             return error_told(error)
         feed = self.feed(front)
@@ -87,12 +87,25 @@ class Replica:
             job.cancel()        # the front has cancelled the call; of one that has ended this changes nothing
         return UNHEARD if feed.is_closed else None
 
+    async def _submitted(self, request):
+        """The job of a request with a grammar, which takes the engine up to seconds: the others' events go on. Where
+        the call is cancelled meanwhile, the job is, too."""
+        begun = asyncio.get_running_loop().run_in_executor(None, self.engine.submit, request)
+        try:
+            return await asyncio.shield(begun)
+        except asyncio.CancelledError:
+            begun.add_done_callback(lambda job: job.exception() or job.result().cancel())
+            raise
+
     def feed(self, front: str) -> Feed:
-        self.feeds = {key: feed for key, feed in self.feeds.items() if not feed.is_closed}
+        self._drop_closed()
         if front not in self.feeds:
             self.feeds[front] = feed = Feed(self.engine, self.facts, asyncio.get_running_loop())
             feed.thread.start()
         return self.feeds[front]
+
+    def _drop_closed(self):
+        self.feeds = {key: feed for key, feed in self.feeds.items() if not feed.is_closed}
 
     async def listen(self, replica: str, front: str, stream: int, knows: bool):
         """Gives the messages of a front's feed until the front has another stream, or for LEASE seconds and as long
@@ -114,6 +127,7 @@ class Replica:
         that are gone are found meanwhile."""
         for feed in self.feeds.values():
             feed.check()
+        self._drop_closed()
         if self.engine.reason is not None:
             raise RuntimeError(self.engine.reason)
 

@@ -12,6 +12,7 @@ replica can be called. A replica that Ray Serve drains is asked no more, nor can
 """
 
 import asyncio
+import contextlib
 import queue
 import threading
 import time
@@ -85,13 +86,20 @@ class Feed:
     def check(self):
         """Ends all answers where nobody wants them any more."""
         self.n_checks += 1
-        if self.n_checks > MOST_CHECKS and not self.is_closed:
-            self.is_closed = True
-            self.messages.put_nowait(None)
-            for one in self.jobs.values():
-                one.job.cancel()
-                one.over.set()
-            self.wake.set()
+        if self.n_checks > MOST_CHECKS:
+            self.close()
+
+    def close(self):
+        """Ends all answers and the stream."""
+        if self.is_closed:
+            return
+        self.is_closed = True
+        self.messages.put_nowait(None)
+        for one in self.jobs.values():
+            one.job.cancel()
+            one.over.set()
+        self.jobs.clear()                       # they are no load any more
+        self.wake.set()
 
     def send(self, message: tuple, ended: list[int] = ()):
         """ended: ids of answers whose ends are in the message."""
@@ -107,6 +115,13 @@ class Feed:
     # ---- in the feed's thread ---------------------------------------------------------------------------------
 
     def _run(self):
+        try:
+            self._tell()
+        finally:                                # after an error of the engine, nobody waits for what cannot come
+            with contextlib.suppress(RuntimeError):     # the loop is closed: the replica ends
+                self.loop.call_soon_threadsafe(self.close)
+
+    def _tell(self):
         sent = 0.0
         while not self.is_closed:
             self.wake.wait(REPORT_SECONDS)
@@ -118,9 +133,10 @@ class Feed:
                 time.sleep(left)                # what comes meanwhile shares the message
                 self._gather()
             sent = time.monotonic()
+            message = self._message()
             try:
-                self.loop.call_soon_threadsafe(self.send, *self._message())
-            except RuntimeError:                # the loop is closed: the replica ends
+                self.loop.call_soon_threadsafe(self.send, *message)
+            except RuntimeError:                # as above
                 return
 
     def _gather(self):
