@@ -130,7 +130,8 @@ def test_the_counts_of_a_sparse_prompt_are_told():
     (_, n_before, counts, told, end), = one.events.values()
     assert n_before == 0
     there.hear(counts, told)
-    there.end(*end[1:])
+    assert end == (wire.WHOLE,)
+    there.end()
     assert share_read([there]) == share_read([near]) == 0.25
     assert there.n_generated == near.n_generated > 1 and there.finish_reason == near.finish_reason
 
@@ -243,7 +244,7 @@ def message(number, facts=None, events=()):
 
 
 HERE = FACTS | {"vocabulary": "v"}
-NONE = (0,) * len(wire.COUNTS)
+NONE = *(0,) * len(wire.COUNTS), None
 
 
 def test_a_front_asks_for_one_stream_after_the_other(monkeypatch):

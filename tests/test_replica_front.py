@@ -3,6 +3,7 @@ needed."""
 
 import asyncio
 import itertools
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -15,7 +16,7 @@ from engine.request import Delta, ModelError, Request, RequestError
 from tests.clients import wait_until
 from tests.test_replica_feed import HERE, LIMIT, NONE, Stream, heard, in_loop, linked, message
 
-END = wire.WHOLE, None, None
+END = wire.WHOLE,
 TOKENS = [wire.delta_told(Delta(i, f"t{i}")) for i in range(5)]
 TEXT = "t0t1t2t3t4"
 
@@ -81,6 +82,26 @@ def test_what_is_missing_or_comes_twice_loses_the_try(monkeypatch, kind, n_befor
         in_loop(link, heard(link, event(job, 0, told[:3]),
                             message(2, events=[(job.id, n_before, NONE, told[3:], None)])))
         assert job.n_lost == n_lost
+
+
+def test_the_wait_for_a_replica_is_measured(monkeypatch):
+    """Each try has its own."""
+    with linked(monkeypatch) as (link, handle):
+        unheard(link)
+        link.see(["a"])
+        handle.link = SimpleNamespace(placed=lambda *_: None)
+        job = RemoteAnswer(Request([1]), link, [])
+        link.submit(job)
+        for number, least in enumerate((0.2, 0.6), start=1):
+            wait_until(lambda: time.perf_counter() - job.started > least, LIMIT)
+            wait_until(lambda: link.place(job.id, ["a"]) and job.replica, LIMIT)
+            counts = *NONE[:4], 0.05, 0.1, 0.1, None
+            in_loop(link, heard(link, message(number, HERE, events=[(job.id, 0, counts, TOKENS[:1], None)])))
+            assert job.waited == job.sent_after + 0.05 and job.sent_after > least
+            assert job.first_after == job.sent_after + 0.1
+            link.loop.call_soon_threadsafe(link._lose, job, job.id, "a test loses it")
+            wait_until(lambda: job.replica is None, LIMIT)
+        job.cancel()
 
 
 # ---- ends ---------------------------------------------------------------------------------------------------------

@@ -18,12 +18,12 @@ from engine.replicas import front, table, wire
 from engine.replicas.jobs import Differs, RemoteAnswer, RemoteTexts
 from engine.replicas.table import AWAY, Table
 from engine.pooling import TextsJob, TextsRequest
-from engine.request import (Answer, ContextExceeded, DeadlineExceeded, Delta, EngineStopped, Request, RequestError,
-                            Timings, share_read)
+from engine.request import (Answer, ContextExceeded, DeadlineExceeded, Delta, EngineStopped, Generation, Request,
+                            RequestError, Timings, share_read)
 from engine.served import Facts
 from tests.clients import wait_until
 from tests.models import TINY
-from tests.scripted import ScriptedEngine
+from tests.scripted import ScriptedEngine, shipped
 from tests.test_cli import run
 from tests.tiny import ROOT
 
@@ -208,7 +208,7 @@ def test_requests_travel():
 # ---- answers that begin again --------------------------------------------------------------------------------------
 
 
-NONE = (0,) * len(wire.COUNTS)
+NONE = *(0,) * len(wire.COUNTS), None
 
 
 class NoLink:
@@ -227,9 +227,9 @@ def test_an_answer_that_begins_again_says_nothing_twice():
     job.begin_again()
     job.hear(NONE, said[:1])
     job.hear(NONE, said[1:])
-    job.end([1] * 7, [0] * 7)
+    job.end()
     assert [delta.text for delta in job] == ["a", "b", "c"] and job.n_generated == 3 == len(job.token_times)
-    assert job.id != first_id and job.finish_reason == "stop" and job.drafts.n_checked == [1] * 7
+    assert job.id != first_id and job.finish_reason == "stop"
 
 
 def test_an_answer_that_begins_again_otherwise_is_no_answer():
@@ -259,6 +259,29 @@ def test_counts_and_times_reach_the_front():
     job.hear((3, *NONE[1:]), [])                # the next replica has not read the prompt yet
     assert (job.n_read, job.n_cached) == (9, 0) and share_read([job]) is None
     assert wire.counts_told(TextsJob(TextsRequest([[1]]))) == NONE
+
+
+def test_the_wait_in_the_front_is_part_of_the_times():
+    """Until a replica was chosen: it measures from when it has got the request."""
+    near, job = Answer(Request([1] * 9)), RemoteAnswer(Request([1] * 9), NoLink(), [])
+    near.waited, near.n_generated, job.sent_after = 0.25, 1, 10.0
+    job.hear(wire.counts_told(near), [])
+    assert (job.waited, job.first_after) == (10.25, 0)      # there is no token yet
+    near.first_after, near.last_after = 1.5, 2.5
+    job.hear(wire.counts_told(near), deltas("a", "b"))
+    assert job.timings() == Timings(10.25, 1.25, 1.0, 9 / 1.25, 1.0)
+
+
+def test_drafts_come_with_the_tokens_that_they_gave():
+    """A reader that has the last token knows them, though the end has not come."""
+    near, job = Generation(Request([1]), shipped().tokenizer), RemoteAnswer(Request([1]), NoLink(), [])
+    assert wire.counts_told(near)[-1] is None
+    near.drafts.land(3, 2)
+    job.hear(pickle.loads(pickle.dumps(wire.counts_told(near))), deltas("a"))
+    assert (job.drafts.n_checked, job.drafts.n_accepted) == (near.drafts.n_checked, near.drafts.n_accepted)
+    assert sum(job.drafts.n_checked) == 3 and not job.wait(0)
+    job.begin_again()
+    assert not any(job.drafts.n_checked)
 
 
 @pytest.mark.parametrize("wish, asked, found", [("ask", True, True), ("on", None, True), ("ask", None, False),

@@ -179,7 +179,7 @@ def news_of(job, wake: threading.Event) -> Callable:
 
 
 def text_news(job) -> tuple[list[tuple], tuple | None]:
-    """The end is (WHOLE, drafts checked, drafts accepted) or what `error_told` gives."""
+    """The end is (WHOLE,) or what `error_told` gives."""
     told = []
     try:
         while isinstance(said := job.take(), Delta):
@@ -190,11 +190,11 @@ def text_news(job) -> tuple[list[tuple], tuple | None]:
         said = error
     if said is not None:
         return told, error_told(said)
-    return told, (WHOLE, job.drafts.n_checked, job.drafts.n_accepted)
+    return told, (WHOLE,)
 
 
 def row_news(job) -> tuple[list, tuple | None]:
     """All rows come at once."""
     if not job.wait(0):
         return [], None
-    return ([], error_told(job.error)) if job.error else (job.rows if job.finish_reason else [], (WHOLE, None, None))
+    return ([], error_told(job.error)) if job.error else (job.rows if job.finish_reason else [], (WHOLE,))

@@ -167,7 +167,7 @@ class Link:
             if job is None or job.replica == replica:
                 return
             self._leave(job)
-            job.replica = replica
+            job.replica, job.sent_after = replica, time.perf_counter() - job.started
             self.table.take(replica, job.marks)
 
     def _leave(self, job: RemoteJob):
@@ -336,7 +336,7 @@ class Link:
         for event in events:
             self._take(id, *event)
 
-    def _take(self, replica: str, id: int, n_before: int, counts: tuple[float, ...], told: list, end: tuple | None):
+    def _take(self, replica: str, id: int, n_before: int, counts: tuple, told: list, end: tuple | None):
         job = self.jobs.get(id)
         if job is None or job.replica != replica:
             return                  # it was given up; or Ray Serve has chosen otherwise, and says so after this event
@@ -352,7 +352,7 @@ class Link:
         if end is None:
             return
         if end[0] == WHOLE:
-            self._settle(job, None, lambda: job.end(*end[1:]))
+            self._settle(job, None, job.end)
         elif end[0] == "stopped":
             self._stopped(job, id, end[2])
         else:

@@ -14,8 +14,9 @@ from typing import NamedTuple
 
 from engine.pooling import TextsJob, TextsRequest
 from engine.request import Answer, Delta, EngineStopped, Request
+from engine.speculate import Drafts
 
-from .wire import COUNTS
+from .wire import COUNTS, TIMES
 
 MOST_LOST = 3               # replicas that an answer may lose before it ends; a request may be what kills them
 MOST_FAILED = 120           # calls for it that may fail before a replica was chosen, with pauses a minute of them
@@ -45,6 +46,7 @@ class RemoteJob:
     def __init__(self, link, marks=()):
         self.id, self.link, self.marks = next(_ids), link, marks
         self.replica: str | None = None         # the id of the one that computes it, once that is known
+        self.sent_after = 0.0                   # seconds from `started` until that was chosen
         self.tries: list[Try] = []              # those that have failed
         self.n_again = 0                        # Deltas or rows that this try has given
         self.begun = threading.Event()          # a replica has taken it, or it has ended
@@ -79,11 +81,17 @@ class RemoteAnswer(RemoteJob, Answer):
         RemoteJob.__init__(self, link, marks)
         self.given: list[tuple] = []            # (token id, text, finish reason) of the Deltas that readers have
 
-    def hear(self, counts: tuple[float, ...], told: list[tuple]):
-        """News of a replica. Raises Differs."""
-        before = self.n_read
+    def begin_again(self):
+        super().begin_again()
+        self.drafts = Drafts()
+
+    def hear(self, counts: tuple, told: list[tuple]):
+        """News of a replica; counts: as `counts_told` gives them. Raises Differs."""
+        before, (*counts, drafts) = self.n_read, counts
         for name, count in zip(COUNTS, counts, strict=True):
-            setattr(self, name, count)
+            setattr(self, name, count + self.sent_after if name in TIMES and count else count)
+        if drafts is not None:
+            self.drafts.n_checked, self.drafts.n_accepted = map(list, drafts)
         self.n_read = max(self.n_read, before)      # it does not go back where the answer begins again
         for fields in told:
             if self.n_again < len(self.given):
@@ -98,9 +106,8 @@ class RemoteAnswer(RemoteJob, Answer):
                 self._put(delta)
             self.n_again += 1
 
-    def end(self, n_checked, n_accepted):
+    def end(self):
         """The replica says that this was all."""
-        self.drafts.n_checked, self.drafts.n_accepted = n_checked, n_accepted
         self.close()
 
 
@@ -111,11 +118,11 @@ class RemoteTexts(RemoteJob, TextsJob):
         TextsJob.__init__(self, request)
         RemoteJob.__init__(self, link)
 
-    def hear(self, counts: tuple[float, ...], told: list):
+    def hear(self, counts: tuple, told: list):
         for row in told:
             self.land(self.n_again, row)
             self.n_again += 1
 
-    def end(self, *_):
+    def end(self):
         if self.finish_reason is None:
             self.close(None if self.cancelled else EngineStopped("the engine was closed"))

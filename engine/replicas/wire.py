@@ -20,8 +20,9 @@ GAP = 0.04                  # seconds between messages with nothing urgent: each
 NEXT_SECONDS = 2.0          # after which a front asks for the next stream, and so says that it lives
 WHOLE = "ended"             # the end of an answer that did not fail
 UNHEARD = "unheard", None, "it had not heard of this front for long"       # as `error_told` has errors
-# Of an Answer, as engine/request.py has them.
-COUNTS = "n_read", "n_cached", "keys_read", "keys_seen", "waited", "first_after", "last_after"
+# Of an Answer, as engine/request.py has them. TIMES are seconds since its replica has got it.
+TIMES = "waited", "first_after", "last_after"
+COUNTS = "n_read", "n_cached", "keys_read", "keys_seen", *TIMES
 
 
 def packed(request: Request | TextsRequest) -> bytes:
@@ -32,9 +33,13 @@ def unpacked(data: bytes) -> Request | TextsRequest:
     return pickle.loads(data)
 
 
-def counts_told(job) -> tuple[float, ...]:
-    """COUNTS of a job of any kind."""
-    return tuple(getattr(job, name, 0) for name in COUNTS)
+def counts_told(job) -> tuple:
+    """COUNTS of a job of any kind; and behind them, if there are drafts, (checked, accepted), each by position, or
+    else None."""
+    drafts = getattr(job, "drafts", None)
+    has_some = drafts is not None and any(drafts.n_checked)
+    return (*(getattr(job, name, 0) for name in COUNTS),
+            (tuple(drafts.n_checked), tuple(drafts.n_accepted)) if has_some else None)
 
 
 def delta_told(delta: Delta) -> tuple:
