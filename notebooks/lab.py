@@ -435,7 +435,8 @@ def brief(error):
     if isinstance(error, NameError):
         return f"{error}: was the cell run that defines it, a prediction maybe?"
     if not isinstance(error, CompileError):
-        return re.sub(r"\(\d+\.py, line", "(line", str(error))          # the file of a cell: a number that says nothing
+        words = re.sub(r"\(\d+\.py, line", "(line", str(error))         # the file of a cell: a number that says nothing
+        return re.sub(r"0x[0-9a-f]{6,}", "0x...", words)                # and so does where an array lies this time
     cause = error.__cause__
     kernel = re.match(r"kernel (\w+)", str(error))[1]
     words = re.sub(r"Failed in \w+ mode pipeline \(step: [\w ]+\)\n", "", str(cause)).strip()
