@@ -482,6 +482,14 @@ def change_gguf(path, to, rename=(), **fields):
     return str(to)
 
 
+def make_file(path, content=None, of=None, **changes):
+    """With this content, or a changed copy of the shipped file whose name in export.py is `of`; or none."""
+    if content is not None:
+        path.write_bytes(content)
+    elif of is not None:
+        change_gguf(getattr(export, of), path, **changes)
+
+
 @pytest.mark.parametrize("made, complaint", [
     ({}, "is not there"), ({"content": b""}, "cannot be read as GGUF"), ({"content": b"no model" * 99}, "as GGUF"),
     ({"of": "TOWER_FILE"}, "has the architecture clip, and qwen35 is needed"),
@@ -492,10 +500,7 @@ def change_gguf(path, to, rename=(), **fields):
 def test_files_that_no_run_can_start_from(made, complaint, tmp_path, monkeypatch, capsys):
     """One sentence before anything is made."""
     file = tmp_path / "start.gguf"
-    if "content" in made:
-        file.write_bytes(made["content"])
-    elif made:
-        change_gguf(getattr(export, made.get("of", "FILE")), file, **{k: v for k, v in made.items() if k != "of"})
+    make_file(file, **{"of": "FILE"} | made if made else {})
     refused(monkeypatch, capsys, complaint, "--start", str(file))
 
 
@@ -506,10 +511,7 @@ def test_files_that_no_run_can_start_from(made, complaint, tmp_path, monkeypatch
     ({"clip__vision__projection_dim": 255}, "makes rows of 255 numbers, and the network of")], ids=str)
 def test_towers_that_no_run_can_start_from(made, complaint, tmp_path, monkeypatch, capsys):
     file = tmp_path / "tower.gguf"
-    if "content" in made:
-        file.write_bytes(made["content"])
-    elif made:
-        change_gguf(getattr(export, made.get("of", "TOWER_FILE")), file, **{k: v for k, v in made.items() if k != "of"})
+    make_file(file, **{"of": "TOWER_FILE"} | made if made else {})
     refused(monkeypatch, capsys, complaint, "--start", str(export.FILE), "--tower", str(file))
 
 
