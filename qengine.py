@@ -44,6 +44,7 @@ import contextlib
 import copy
 import dataclasses
 import functools
+import gc
 import itertools
 import math
 import threading
@@ -2445,6 +2446,8 @@ def measured_planner(opened: OpenModel, card: str | Card | list[Card] | None, de
 
     def plan():
         planner = make_planner(opened, cards, demand)
+        if not planner.plan.fits and gc.collect():      # a closed engine holds memory until its circles are found
+            planner = make_planner(opened, cards, demand)
         planner.check()
         for each in planner.cards:
             each.replace(probe.saved_replacements(each))

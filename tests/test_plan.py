@@ -282,6 +282,22 @@ def test_the_chunk_of_a_stage_leaves_room_for_a_context_and_all_slots(layers, mo
 
 # ---- a bound on what is taken ------------------------------------------------------------------------------
 
+def test_memory_of_a_closed_engine_is_free_for_the_next_one():
+    """Though parts of an engine know each other, so Python frees them only when it looks for such circles."""
+    card = EmulatedCard(memory_bytes=60 * MB)
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(3):
+            engine = qengine.load("synthetic:tiny", card=card.twin(), progress=False, ctx=1024)
+            taken = card.memory_bytes - card.free_bytes
+            engine.close()
+            del engine
+            assert card.memory_bytes - card.free_bytes == taken > card.memory_bytes / 3
+    finally:
+        gc.enable()
+
+
 def test_engines_take_no_more_than_they_may():
     card = EmulatedCard(memory_bytes=700 * MB)
     free = qengine.load("synthetic:tiny", card=card.twin(), progress=False, ctx=1024)
