@@ -12,7 +12,7 @@ from engine.details import ModelDetails
 from engine.images import PAD, Limits, Reader
 from engine.limits import MOST_DRAFTS
 from engine.pooling import PoolingEngine, RerankTemplate, TextsJob, unit
-from engine.request import Generation, PromptLogprobs
+from engine.request import Generation, PromptLogprobs, Timings
 from engine.speculate import Drafts
 from engine.text_engine import TextEngine, TextOnly
 from engine.tokenizer import encode_prompt
@@ -143,7 +143,7 @@ def scores_of(request) -> PromptLogprobs | None:
 
 
 class Unreal:
-    """What the log asks of a generation, for those that tests make up."""
+    """What the log and the answer ask of a generation, for those that tests make up."""
 
     drafts = Drafts()
 
@@ -155,6 +155,9 @@ class Unreal:
 
     def cancel(self):
         pass
+
+    def timings(self):
+        return Timings(waiting=0, prompt=1, answer=0, prompt_speed=1, answer_speed=None)
 
 
 END = 6120                  # <|im_end|>
