@@ -529,7 +529,11 @@ def test_several_replicated_models_on_the_command_line():
     process = start("--ray", "local", "--serve", "0", ctx=1024,
                     model=("-m", f"a={qengine.DEFAULT_MODEL},replicas=1", "-m", f"b={TINY},replicas=2"))
     try:
-        line = next(line for line in process.stderr if line.startswith("serving a on "))
+        impatient = threading.Timer(LIMIT, process.kill)
+        impatient.start()
+        # Ray writes to the same terminal, from threads of its own: half a line of it may stand before ours.
+        line = next(line for line in process.stderr if "serving a on " in line)
+        impatient.cancel()
         port = int(line.partition("127.0.0.1:")[2].partition("/")[0])
         models = send(port, "GET", "/v1/models")[2]["data"]
         assert [one["id"] for one in models] == ["a", "b"]
