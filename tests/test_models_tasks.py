@@ -255,6 +255,14 @@ def test_patterns_become_all_that_they_stand_for():
     assert read.ask["ko"] == ["책을 줘", "카드를 줘"]
 
 
+def test_a_pattern_is_asked_as_often_as_a_question_that_is_none():
+    read = facts._read({"id": "x", "en": "", "ko": "", "key_en": [], "key_ko": [],
+                        "ask_en": ["(a|b|c|d|e|f|g|h|i) (a|b)?", "Why?"]})
+    rng = random.Random(0)
+    drawn = [read.question(rng, "en") for _ in range(1000)]
+    assert 450 < drawn.count("Why?") < 550 and len(set(drawn)) == 19
+
+
 def test_an_answer_has_the_language_of_the_last_question():
     """Also where turns before it had the other one."""
     def korean(message):

@@ -31,20 +31,26 @@ DISTRESS, DISTRESS_SHARE = "self-distress", 0.09  # a message that must not be t
 IN_OTHER_LANGUAGE = 0.05  # of the conversations end with an answer in the other language
 ABOUT_ME = 0.4  # of what stands before a question about the project says who asks
 MIXED = 0.25  # of the conversations change the language between turns
-MOST_OF_PATTERN = 24  # questions that a pattern becomes at most: a long pattern counts no more than others
+MOST_OF_PATTERN = 24  # questions that a pattern becomes at most
 
 
 @dataclass(frozen=True)
 class Fact:
-    """The dicts go from language to text, phrases or questions; `next` has the ids of what follows."""
+    """The dicts go from language to text, phrases or questions; `next` has the ids of what follows. `odds` are those of
+    the questions `ask`, added up: all that one pattern becomes is asked as often as one question that is no pattern."""
 
     id: str
     answer: dict
     keys: dict
     ask: dict
+    odds: dict
     held: dict
     follow: dict
     next: tuple
+
+    def question(self, rng: random.Random, lang: str) -> str:
+        """One of the questions to train on, as it is written."""
+        return rng.choices(self.ask[lang], cum_weights=self.odds[lang])[0]
 
     def follow_ups(self, lang: str, held: bool) -> list[str]:
         return [question for question in self.follow[lang] if is_held(question) == held]
@@ -81,8 +87,10 @@ def _read(table: dict) -> Fact:
                        for pattern in table.get(f"{name}_{lang}", ()) for question in expanded(pattern)]
                 for lang in LANGUAGES}
     answer, keys = ({lang: table[name.format(lang)] for lang in LANGUAGES} for name in ("{}", "key_{}"))
-    ask, held = both("ask"), both("held")
-    return Fact(table["id"], answer, keys, ask, held, both("follow"), tuple(table.get("next", ())))
+    sizes = {lang: [len(expanded(pattern)) for pattern in table.get(f"ask_{lang}", ())] for lang in LANGUAGES}
+    odds = {lang: tuple(itertools.accumulate(1 / n for n in sizes[lang] for _ in range(n))) for lang in LANGUAGES}
+    follow, following = both("follow"), tuple(table.get("next", ()))
+    return Fact(table["id"], answer, keys, both("ask"), odds, both("held"), follow, following)
 
 
 @cache
@@ -262,7 +270,7 @@ def turn(rng: random.Random, lang: str, task: str = "facts", after: Fact | None 
     else:
         distress = task == "self" and rng.random() < DISTRESS_SHARE
         fact = load_facts()[DISTRESS] if distress else _any_fact(rng, task)
-        question = vary(rng, rng.choice(fact.ask[lang]), fact, lang)
+        question = vary(rng, fact.question(rng, lang), fact, lang)
     return question, fact.answer[lang], expect_of(fact, lang), fact
 
 
@@ -347,7 +355,7 @@ def make_later(rng, held: bool = True, length: int | None = None, lang: str | No
         before += small_talk(draw, lang)[:2]
     if rng.random() < 0.5:
         first, fact = rng.choice(_followed(lang))
-        before += [rng.choice(first.ask[lang]), first.answer[lang]]
+        before += [first.question(rng, lang), first.answer[lang]]
         question = rng.choice(fact.follow_ups(lang, held=True))
     else:
         before += turn(rng, lang)[:2]
