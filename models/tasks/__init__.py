@@ -29,7 +29,7 @@ __all__ = ["ENFORCED", "LATER", "NEW_WORDS", "SIGHT", "TASKS", "Example", "asks_
 # name: (how often, generator). Examples differ in length: of all tokens recall is a quarter and pictures a third, while
 # self, people, reasoning and lists together are a twentieth.
 TASKS = {
-    "facts": (32, facts.make),
+    "facts": (44, facts.make),
     "self": (20, facts.make_self),
     "recall": (4, recall.make),
     "people": (18, people.make),
