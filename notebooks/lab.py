@@ -13,6 +13,7 @@ import base64
 import contextlib
 import ctypes
 import dis
+import functools
 import html
 import io
 import linecache
@@ -22,6 +23,7 @@ import sys
 import time
 from numbers import Real
 from pathlib import Path
+from types import FunctionType
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))           # for kernels and qengine, wherever Jupyter started
@@ -155,8 +157,8 @@ def _tell_disturbance(_):
 def disturbed_by(n):
     """Says that other programs used so many processors while times were taken, if that is worth a word."""
     if n > 0.1:
-        words = (f"Other programs used {n:.1f} of {len(_processors())} processors while this cell ran. On a quiet "
-                 "machine its times are shorter, and their order may be another.")
+        words = (f"Other programs, those of a container's host too, used {n:.1f} of {len(_processors())} processors "
+                 "while this cell ran. On a quiet machine its times may be shorter, and their order another.")
         _box(ORANGE, words, words)
 
 
@@ -217,6 +219,12 @@ def reveal(prediction, found, unit=""):
         words = f"You said {_show(prediction.guess)}. {verdict}"
     _box(colour, f"<b>{html.escape(prediction.what)}: {html.escape(answer)}.</b> {html.escape(words)}",
          f"{prediction.what}: {answer}. {words}")
+
+
+def _stand_in(info):
+    """Before a cell runs that reveals a prediction whose cell was skipped: there is none."""
+    for name in re.findall(r"\blab\.reveal\((\w+)", info.raw_cell):
+        get_ipython().user_ns.setdefault(name, Prediction(name.replace("_", " "), None, (), False))
 
 
 def judge(said, found, is_choice=False):
@@ -334,7 +342,7 @@ def draw_owners(owner, title, axes, x_label="", y_label="", framed=(0,)):
 def draw_tiles(axes, title, x_shape, w_shape, tile, marked=(0, 0), in_tile=None):
     """Draws a product as one writes it by hand: `x` [rows, k] on the left, the columns of `w` [k, n] above, `y` where
     they meet, cut into tiles of tile = (rows, columns, k). What the block of threads at `marked` reads and makes is
-    blue; in_tile = (rows, columns) of one thread of it is red."""
+    blue, darker what it reads first, with arrows along k; in_tile = (rows, columns) of one thread of it is red."""
     (rows, k), (_, n) = x_shape, w_shape
     gap = 0.08 * max(rows + k, n + k)
     origins = {"x": (0, k + gap, k, rows), "w": (k + gap, 0, n, k), "y": (k + gap, k + gap, n, rows)}
@@ -349,10 +357,17 @@ def draw_tiles(axes, title, x_shape, w_shape, tile, marked=(0, 0), in_tile=None)
         axes.hlines(np.arange(top, top + height, down), left, left + width, color=INK, lw=0.4)
         x, y, w, h = blue[name]
         axes.add_patch(Rectangle((left + x, top + y), w, h, fc=BLUE, alpha=0.45, ec="none"))
+        if name != "y":
+            w, h = min(w, across), min(h, down)
+            axes.add_patch(Rectangle((left + x, top + y), w, h, fc=BLUE, ec="none"))
+            ahead = (tile[2], 0) if name == "x" else (0, tile[2])
+            middle = left + x + w / 2, top + y + h / 2
+            axes.annotate("", (middle[0] + ahead[0], middle[1] + ahead[1]), middle,
+                          arrowprops={"arrowstyle": "->", "color": INK, "lw": 1.5})
         axes.text(left + width / 2, top - 0.2 * gap, name, ha="center", va="bottom", weight="bold")
     if in_tile:
         left, top = origins["y"][0] + j * tile[1], origins["y"][1] + i * tile[0]
-        axes.add_patch(Rectangle((left, top), in_tile[1], in_tile[0], fc=RED, ec=RED))
+        axes.add_patch(Rectangle((left, top), in_tile[1], in_tile[0], fc=RED, ec=RED, lw=2))
     axes.set(xlim=(-0.3 * gap, k + gap + n + 0.3 * gap), ylim=(k + gap + rows + 0.3 * gap, -gap), title=title,
              aspect="equal")
     axes.axis("off")
@@ -405,7 +420,7 @@ def attempt(check, answer):
         print("not solved yet")
         return
     try:
-        check(answer)
+        check(_that_returns(answer))
         print("solved")
     except TypeError as error:
         if "object is not subscriptable" not in str(error) or hasattr(answer, "__getitem__"):
@@ -416,6 +431,20 @@ def attempt(check, answer):
         print(f"not right yet: {brief(error)}")
         if re.search(r"\bnan\b", str(error)):              # what results are poisoned with
             print("(nan: something was never written, or made of what was not)")
+
+
+def _that_returns(answer):
+    """A plain function that says so when it returns nothing; anything else as it is."""
+    if not isinstance(answer, FunctionType):
+        return answer
+
+    @functools.wraps(answer)
+    def answered(*args, **settings):
+        result = answer(*args, **settings)
+        assert result is not None, f"{answer.__name__} returns nothing: is there a `return`?"
+        return result
+
+    return answered
 
 
 def refuses(check, wrong):
@@ -433,20 +462,39 @@ def brief(error):
     """What is wrong with a kernel, in a few lines: the line and the thread, or what the compiler did not understand. Or
     which name a cell does not know."""
     if isinstance(error, NameError):
-        return f"{error}: was the cell run that defines it, a prediction maybe?"
+        return f"{error}: was the cell run that defines it?"
     if not isinstance(error, CompileError):
         words = re.sub(r"\(\d+\.py, line", "(line", str(error))         # the file of a cell: a number that says nothing
         return re.sub(r"0x[0-9a-f]{6,}", "0x...", words)                # and so does where an array lies this time
     cause = error.__cause__
     kernel = re.match(r"kernel (\w+)", str(error))[1]
-    words = re.sub(r"Failed in \w+ mode pipeline \(step: [\w ]+\)\n", "", str(cause)).strip()
-    call = re.search(r">>> (.*)", words)
-    words = f"there is no {call[1]}" if call else re.sub(r"^NameError: |\. Raised from None$", "", words.split("\n")[0])
+    words = _in_plain_words(re.sub(r"Failed in \w+ mode pipeline \(step: [\w ]+\)\n", "", str(cause)).strip())
     file, line = _place(cause)
     if not line:
         return f"{kernel} cannot be compiled: {words}"
     return (f"{kernel}, line {line}, cannot be compiled: {words}\n"
             f"    line {line}: {linecache.getline(file, line).strip()}")
+
+
+PLAIN_WORDS = (             # what the compiler says -> what that means for the writer of a kernel
+    (r"No conversion from .* to none for '\$\w+return_value", "a kernel returns nothing: it writes to an array"),
+    (r"<function (shared|local)\.array .*", r"the shape of a \1 array is a constant, or a tuple of constants"),
+    (r">>> .*\bnone\b.*", "nothing stands where a value is wanted: does a function lack its `return`?"),
+    (r"(?:>>> |Cannot cast ).*?UniTuple\((\w+) x (\d+)\).*", r"\2 of \1 stand where one is wanted: which of them?"),
+    (r">>> (.*)", r"there is no \1"),
+    (r"Untyped global name '(\w+)': .*<class 'function'>.*",
+     r"\1 is a function of Python: is @cuda.jit(device=True) above it?"),
+    (r"(Unknown attribute '\w+' of type \w+).*", r"\1"),
+)
+
+
+def _in_plain_words(said):
+    """The compiler's message in one sentence."""
+    for pattern, words in PLAIN_WORDS:
+        found = re.search(pattern, said)
+        if found:
+            return found.expand(words)
+    return re.sub(r"^NameError: |\. Raised from None$", "", said.split("\n")[0])
 
 
 def _place(error):
@@ -482,4 +530,5 @@ def _show_briefly(shell, kind, error, trace, tb_offset=None):
 
 if get_ipython():
     get_ipython().set_custom_exc((CompileError, LaunchError, AssertionError, NameError), _show_briefly)
+    get_ipython().events.register("pre_run_cell", _stand_in)
     get_ipython().events.register("post_run_cell", _tell_disturbance)

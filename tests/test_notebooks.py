@@ -30,6 +30,7 @@ from kernels.card import LaunchError
 from kernels.compile import CompileError
 from kernels.emulated.card import EmulatedCard
 from kernels.emulated.cards import CMP_100_210
+from kernels.intrinsics import load_words4
 
 FOLDER = Path(__file__).resolve().parents[1] / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
@@ -152,6 +153,13 @@ def test_predictions_are_the_readers(path):
                      and "lab.reveal(" in other.source]
             assert len(shown) == 1 and shown[0] > i, f"{name} is revealed in cells {shown}"
         assert cells[i + 1].cell_type == "code" or cells[i + 1].source.startswith("<details>")
+
+
+@notebooks
+def test_an_answer_has_a_cell_of_its_own(path):
+    """So that nobody reads on in it, or over it."""
+    folded = [cell.source for cell in read(path).cells if "<details>" in cell.source]
+    assert folded and all(source.startswith("<details>") and source.endswith("</details>") for source in folded)
 
 
 @lessons
@@ -365,14 +373,61 @@ def test_compile_errors_are_short(lab):
         assert "such_a_name" in told.splitlines()[1]
 
 
+@cuda.jit(device=True, forceinline=True)
+def without_return(x):
+    x + uint32(1)
+
+
+def of_python(x):
+    return x
+
+
+def test_slips_of_newcomers_are_told_in_plain_words(lab):
+    @cuda.jit
+    def returning(y):
+        return 3
+
+    @cuda.jit
+    def open_shape(y):
+        tile = cuda.shared.array((2, y.size), uint32)
+        y[uint32(0)] = tile[0, 0]
+
+    @cuda.jit
+    def four_for_one(y):
+        y[uint32(0)] = uint32(load_words4(y, uint32(0)))
+
+    @cuda.jit
+    def list_of_python(y):
+        y[uint32(0)] = uint32([].append(3))
+
+    @cuda.jit
+    def nothing_for_one(y):
+        y[uint32(0)] = without_return(y[uint32(0)])
+
+    @cuda.jit
+    def undecorated(y):
+        y[uint32(0)] = of_python(y[uint32(0)])
+
+    card = EmulatedCard(0)
+    for kernel, words in (
+            (returning, "a kernel returns nothing"), (open_shape, "the shape of a shared array is a constant"),
+            (four_for_one, "4 of uint32 stand where one is wanted"), (list_of_python, "Unknown attribute"),
+            (nothing_for_one, "does a function lack its `return`?"),
+            (undecorated, "is @cuda.jit(device=True) above it?")):
+        with pytest.raises(CompileError) as caught:
+            kernel[1, 1](card.zeros(8, np.uint32))
+        told = lab.brief(caught.value)
+        assert words in told.splitlines()[0] and len(told.splitlines()) <= 2 and "<" not in told.splitlines()[0], told
+
+
 WRONG_KERNELS = {
     "far": ("03_gemv", "cell-9", "wq[uint32(32 * block + j)]", "wq[uint32((32 * block + j) << uint32(12))]",
             "gemv_thread (line 10), block (", "reads 1 bytes"),
     "syncwarp": ("06_delta_rule", "cell-7", "cuda.syncwarp()\n        said", "said",
                  "gdn_token (line ", "a race with thread"),
     "name": ("03_gemv", "cell-9", "half_to_float(", "half_to_flaot(", "line 11, cannot be compiled", "half_to_flaot"),
-    "skipped": ("04_gemm", "cell-7", "lab.reveal(mb_1,", "lab.reveal(mb_0,",
-                "NameError: name 'mb_0' is not defined", "was the cell run that defines it"),
+    "unknown": ("04_gemm", "cell-7", "lab.reveal(mb_1, 32", "lab.reveal(mb_1, bytes_of",
+                "NameError: name 'bytes_of' is not defined", "was the cell run that defines it"),
     "number": ("04_gemm", "cell-7", "(n // 32, rows // 8), (32, 8)", "(n // 32, rows // 8), (32, 4)",
                "1 naive: 139,264 of 278,528 results are wrong; [4, 0] is nan, not ", "put the old one back"),
 }
@@ -396,6 +451,14 @@ def test_wrong_kernels_in_the_text_are_told(notebook, cell, right, wrong, place,
     assert printed(changed.cells[-1]) == "alive\n"
 
 
+def test_a_prediction_that_was_skipped_stops_nothing():
+    """Its cell was not run: then there is none, and what it would have been about is revealed all the same."""
+    told_of = nbformat.v4.new_code_cell("lab.reveal(mb_1, 626, 'MB')\nprint('on')")
+    short = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell("import lab"), told_of])
+    run(short, FOLDER / "any.ipynb")
+    assert told(told_of) == ["mb 1: 626 MB. You have made no prediction."] and printed(told_of) == "on\n"
+
+
 def test_results_that_are_expected(lab):
     wanted = np.arange(6.0).reshape(2, 3)
     lab.expect("a kernel", wanted + 0.9, wanted, 1)
@@ -415,7 +478,7 @@ def test_disturbed_times_are_told(lab, monkeypatch):
     lab.timed()
     lab.timed()
     lab._tell_disturbance(None)
-    assert len(shown) == 1 and shown[0].startswith("Other programs used 1.5 of ")
+    assert len(shown) == 1 and shown[0].startswith("Other programs, those of a container's host too, used 1.5 of ")
     lab.timed()
     lab._tell_disturbance(None)
     assert len(shown) == 1                  # nobody else was there
@@ -445,7 +508,7 @@ def test_processors_of_others_are_not_counted(lab, monkeypatch, tmp_path):
         monkeypatch.setattr(lab.os, "sched_getaffinity", lambda process, ours=ours: ours)
         assert lab._used()[1] == seconds
         lab.disturbed_by(1.5)
-    assert [words.split(" processors")[0] for words in shown] == [f"Other programs used 1.5 of {n}" for n in (2, 4)]
+    assert [re.search(r"used (.*) processors", words)[1] for words in shown] == ["1.5 of 2", "1.5 of 4"]
 
 
 @notebooks
@@ -475,6 +538,8 @@ def test_attempts(lab, capsys):
         lab.attempt(check, lambda: 1 / 0)
     with pytest.raises(TypeError, match="unsupported operand"):
         lab.attempt(check, lambda: None + 1)
+    lab.attempt(check, lambda: None)
+    assert capsys.readouterr().out == "not right yet: <lambda> returns nothing: is there a `return`?\n"
     lab.attempt(lambda kernel: kernel[1, 32](), lambda: 4)
     assert capsys.readouterr().out.endswith("this is none. Is @cuda.jit above it?\n")
     lab.refuses(check, lambda: 5)

@@ -1089,7 +1089,9 @@ def test_a_step_that_was_counted_after_an_answer_is_not_shown_below_it(page):
     page.reload()
     button(page, "Pipes").click()
     say(page, "hello")
+    expect(page.get_by_text("Waiting for a step that is counted.")).to_be_visible()
     is_over.append(True)
     for route in held:
         route.fulfill(json=PIPES)
     expect(page.get_by_text("No step of this answer was counted")).to_be_visible()
+    expect(page.get_by_text("Waiting for a step")).not_to_be_visible()

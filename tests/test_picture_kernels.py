@@ -75,6 +75,22 @@ def test_a_maximum_that_moves_late(card):
         assert np.linalg.norm(got - want) <= picture_attention.TOLERANCE_ALL * np.linalg.norm(want)
 
 
+@pytest.mark.parametrize("head_dim, at", [(72, 150), (72, 0), (128, 63), (8, 99)])
+@pytest.mark.parametrize("wrong", [np.nan, "overflow"])
+def test_a_score_that_is_no_number_is_never_hidden(card, head_dim, at, wrong):
+    """Its value is finite, and no other score exceeds those of the first keys. All rows of the head see it and show it;
+    no other head and no other picture does. wrong: NaN, or products of finite numbers that overflow both ways."""
+    lengths = 160, 40
+    qkv = picture_attention.sample(2, head_dim, sum(lengths))
+    qkv[:8, 1] *= 8
+    if wrong == "overflow":
+        qkv[:160, 0, 1], qkv[at, 1, 1, ::2], qkv[at, 1, 1, 1::2] = 3000, 3000, -3000
+    else:
+        qkv[at, 1, 1, 5] = wrong
+    found = np.isfinite(picture_attention.attended(card, qkv, lengths)[:-1]).reshape(-1, 2, head_dim)
+    assert found[:, 0].all() and found[160:].all() and not found[:160, 1].any()
+
+
 def test_positions_reach_the_corners():
     """The corners of a picture have the rows of the table's corners, whatever its size."""
     side = 7

@@ -4,21 +4,26 @@
 const HUES = {dp4a: 190, dp2a: 205, imad: 220, fp32: 35, ffma: 15, half2: 330, half: 345, integer: 250, special: 85,
   conversion: 65, shuffle: 130, vote: 145, shared: 280, global: 300, local: 310, atomic: 320, barrier: 0, branch: 110};
 
-/** The meter of one answer. `update(counted)` shows what /pipes said while the answer was written. */
+const WAITING = "Waiting for a step that is counted. The first time, what counts is compiled, for some seconds.";
+const MISSED = "No step of this answer was counted: it was over too soon.";
+const awaited = new Set();              // the answers of which a count is wanted, and none is there yet
+
+/** The meter of one answer. `update(message)` shows what /pipes said while the answer was written. */
 function makeMeter() {
   const step = el("p"), bar = el("div", {class: "bar", role: "img"}), legend = el("ul", {class: "legend"});
   const details = el("details", null, el("summary", null, step), legend);
-  const missed = el("p", null, "No step of this answer was counted: it was over too soon.");
-  const node = el("section", {class: "pipes", "aria-label": "Pipes of the card"}, bar, details, missed);
+  const none = el("p", {role: "status"});
+  const node = el("section", {class: "pipes", "aria-label": "Pipes of the card"}, bar, details, none);
   const parts = {};
   let shown = null;
-  function update(counted) {
-    node.hidden = !(counted && settings.showsPipes);
-    if (node.hidden || counted === shown) return;
-    shown = counted;
-    missed.hidden = Boolean(counted.tokens);
-    bar.hidden = details.hidden = !missed.hidden;
-    if (missed.hidden) draw(counted, {step, bar, legend, parts});
+  function update(message) {
+    const counted = message.pipes;
+    node.hidden = !((counted || awaited.has(message)) && settings.showsPipes);
+    if (node.hidden) return;
+    none.hidden = Boolean(counted?.tokens);
+    bar.hidden = details.hidden = !none.hidden;
+    if (!none.hidden) none.textContent = counted ? MISSED : WAITING;
+    else if (counted !== shown) draw(shown = counted, {step, bar, legend, parts});
   }
   return {node, update};
 }
@@ -50,19 +55,23 @@ function draw({tokens, launches, pipes, megabytes, card, estimated_seconds: seco
 async function watchPipes(own) {
   if (own.isCounting) return;
   own.isCounting = true;
+  const update = () => { turns.find(turn => turn.message === own.message)?.update(); scrollDown(); };
+  if (!own.message.pipes && isCounting()) awaited.add(own.message);
+  update();
   for (let isOver = false; !isOver && isCounting();) {
     isOver = running !== own;
     const told = await ask("pipes");
     const counted = isStepOf(own, told) ? told : isOver && !own.message.pipes && {tokens: 0};
     if (counted) {
       own.message.pipes = counted;
-      turns.find(turn => turn.message === own.message)?.update();
-      scrollDown();
+      awaited.delete(own.message);
+      update();
       isOver = running !== own;
     }
     if (!isOver) await sleep(own.message.pipes ? 2 : .1);
   }
   if (running !== own) keep(own);
+  if (awaited.delete(own.message)) update();
   own.isCounting = false;
 }
 

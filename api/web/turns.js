@@ -43,7 +43,7 @@ function answerTurn(message) {
     calls.replaceChildren(...(message.calls ?? []).map(callNode));
     queue.hidden = !(isBusy && running.ahead);
     if (!queue.hidden) queue.textContent = `${count(running.ahead, "request")} before this one.`;
-    meter.update(message.pipes);
+    meter.update(message);
     if (isBusy) { error.replaceChildren(); foot.replaceChildren(); return; }
     if (isLast && message.calls?.length && !message.error) calls.append(resultsForm(message));
     error.replaceChildren(...message.error ? [el("div", {class: "error", role: "alert"}, message.error,

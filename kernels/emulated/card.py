@@ -16,6 +16,7 @@ import math
 import os
 import platform
 import random
+import re
 import threading
 import time
 import weakref
@@ -36,6 +37,7 @@ from kernels.emulated import native
 from kernels.emulated.cards import CARDS
 from kernels.emulated.ptx import Unsupported
 from kernels.emulated.translate import Translator
+from kernels.emulated.watching import Stoppable, Stopped, execute, stop
 from kernels.workers import usable_processors
 
 GAP = 64 << 10                                           # bytes around each array of a checked card
@@ -73,6 +75,7 @@ class EmulatedCard(Card):
                          memory_bytes or default_memory(), shared, Path(cache_dir))
         self._log = None                                 # inside `counting`: the list of what was counted
         self._checking = checked                         # whether launches are checked now
+        self._stops = False                              # whether it has got kernels that can be stopped
         self._links = {"in": threading.Lock(), "out": threading.Lock()}
         self.streams = []
         self.error = None                                # the first failure; as under CUDA, it stays
@@ -170,25 +173,21 @@ class EmulatedCard(Card):
 
     # -- launches --
 
-    @property
-    def _translator(self):
-        if self.checked:
-            from kernels.emulated.checking import Checking                   # here, because it takes seconds
-            return Checking
-        return Translator
-
     def _load(self, compiled):
-        kernel = native.load(compiled.ptx, self.cache_dir / "native", translator=self._translator)
+        translator = _translator_of(compiled, self.checked)
+        self._stops = self._stops or translator is Stoppable
+        kernel = native.load(compiled.ptx, self.cache_dir / "native", translator=translator)
         if kernel.static_shared > MAX_STATIC_SHARED:
             raise CardError(f"{compiled.name}: {kernel.static_shared} bytes of shared arrays; "
                             f"what goes beyond {MAX_STATIC_SHARED} must be dynamic shared memory")
         return kernel, kernel.static_shared
 
     def _is_cached(self, compiled, block):
-        return native.is_cached(compiled.ptx, block, self.cache_dir / "native", self._translator)
+        return native.is_cached(compiled.ptx, block, self.cache_dir / "native",
+                                _translator_of(compiled, self.checked))
 
     def _cache_filler(self):
-        return partial(_fill_native, cache_dir=self.cache_dir / "native", translator=self._translator)
+        return partial(_fill_native, cache_dir=self.cache_dir / "native", is_checked=self.checked)
 
     def _make_ready(self, function, block):
         function.handle.code(block)
@@ -239,6 +238,8 @@ class EmulatedCard(Card):
                 self.execute([operation.native for operation in operations])
             else:
                 operations[0]()
+        except Stopped:                                  # whoever waits for it has got the KeyboardInterrupt
+            return
         except Exception as error:
             self.error = error
 
@@ -251,6 +252,8 @@ class EmulatedCard(Card):
             from kernels.emulated import checking
             for launch in native.in_order(launches):
                 checking.run(launch, self)
+        elif self._stops:
+            execute(launches, self.threads)
         else:
             native.execute(launches, self.threads)
 
@@ -383,8 +386,15 @@ class EmulatedStream(Stream):
         """Returns when `position` operations are done. This thread runs them if no other thread does.
 
         If another thread runs them, this one does not wait for what that thread runs afterwards: it might be a wait
-        for the stream that this thread is running.
+        for the stream that this thread is running. Ctrl-C ends kernels that can be stopped.
         """
+        try:
+            self._run_until(position)
+        except KeyboardInterrupt:
+            stop()
+            raise
+
+    def _run_until(self, position):
         while self.done < position:
             if self._running.acquire(blocking=False):
                 try:
@@ -505,8 +515,17 @@ def open_emulated_cards(choice, cache_dir=compiler.CACHE_DIR, **settings):
     return [EmulatedCard(number, cache_dir=cache_dir, **each) for number, each in enumerate(found)]
 
 
-def _fill_native(compiled, block, cache_dir, translator):
-    native.load(compiled.ptx, cache_dir, translator=translator).code(block)
+def _translator_of(compiled, is_checked):
+    """The Translator of a kernel. One that is not the project's own can be stopped."""
+    if is_checked:
+        from kernels.emulated.checking import Checking                       # here, because it takes seconds
+        return Checking
+    file = re.search(r'\.file\s+1\s+"([^"]*)"', compiled.ptx)
+    return Stoppable if file and compiler.current_file(file[1]) == file[1] else Translator
+
+
+def _fill_native(compiled, block, cache_dir, is_checked):
+    native.load(compiled.ptx, cache_dir, translator=_translator_of(compiled, is_checked)).code(block)
 
 
 @cache

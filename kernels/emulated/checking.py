@@ -76,7 +76,8 @@ class Checking(Watching):
     """A translation that calls `check_access` before each access.
 
     Its notes: (source file,), (bits of a granule,), the sizes of the kernel's constants in bytes, the numbers and
-    lines of its barriers, and then (line, instruction, bytes, state space or "") of each access.
+    lines of its barriers, (start, bytes) of its arrays in shared memory, those of a launch without bytes, and then
+    (line, instruction, bytes, state space or "") of each access.
     """
 
     observer = "qengine_check_access"
@@ -91,7 +92,9 @@ class Checking(Watching):
     def notes(self):
         accesses = [(instr.line, instr.text, access_bytes(instr), space_of(instr)) for instr in self.accesses]
         sizes = tuple(variable.size for variable in self.globals)
-        return (self.file,), (self.smallest.bit_length() - 1,), sizes, tuple(self.barriers), *accesses
+        variables = (*self.module.variables.values(), *self.function.variables)
+        shared = tuple((self.places[v.name], v.size) for v in variables if isinstance(self.places.get(v.name), int))
+        return (self.file,), (self.smallest.bit_length() - 1,), sizes, tuple(self.barriers), shared, *accesses
 
     def shared_start(self, end, align):
         """At an odd multiple of its alignment, the worst place that an assembler may give it."""
@@ -349,9 +352,10 @@ class _Run:
         code = launch.code.kernel.translated_by(Checking).code(launch.code.facts.block)
         launch = launch.with_code(code)
         self.launch, self.card, self.code = launch, card, code
-        (file,), (granule_bits,), sizes, barriers, *self.accesses = self.code.facts.notes
+        (file,), (granule_bits,), sizes, barriers, shared, *self.accesses = self.code.facts.notes
         self.file = current_file(file)          # the notes may come from another checkout
         self.barriers = dict(barriers)
+        self.shared_arrays = [(start, launch.dynamic if size is None else size) for start, size in shared]
         form = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_void_p, ctypes.c_int32, ctypes.c_int32)
         self.warp = form(self.code.address)
         constants = (ctypes.c_int64 * len(sizes)).from_address(self.code.variable("constants"))
@@ -445,11 +449,18 @@ class _Run:
         if error == MISALIGNED:
             what += f": not a multiple of {nbytes}"
         elif error == RACE:
-            other_line, other_text, *_ = self.accesses[other_access]
-            what += f": a race with {'a copy of ' * (' cp.' in f' {other_text}')}thread {self.thread(other)}, "
-            what += "at the same instruction" if other_access == access and "st." in text else \
-                f"line {other_line} (`{other_text}`)"
+            return f"{head}: {what}: {self.explain_race(access, self.thread(other), other_access)}"
         return f"{head}: {what} (`{text}`)\n    line {line}: {source_line(self.file, line)}"
+
+    def explain_race(self, access, other, other_access):
+        """Who else was there, doing what in which line. The lines tell more of it than their instructions."""
+        line, text, *_ = self.accesses[access]
+        other_line, other_text, *_ = self.accesses[other_access]
+        who = f"a race with {'a copy of ' * (_verb(other_text) == 'copies')}thread {other}, which "
+        at_once = other_access == access and _verb(text) == "writes"
+        who += "writes there at the same time" if at_once else f"{_verb(other_text)} there in line {other_line}"
+        return "\n    line ".join([who, *(f"{number}: {source_line(self.file, number)}"
+                                        for number in dict.fromkeys((line, other_line)))])
 
     def explain_barriers(self, at):
         waiting = ", ".join(f"warp {warp} in line {self.barriers[at[warp]]}" for warp in sorted(at))
@@ -465,7 +476,7 @@ class _Run:
         """What lies at an address, or nearest to it, in words. space: which the access names, or ""."""
         offset = address - self.shared.ctypes.data
         if space == "shared" or 0 <= offset < len(self.shared):
-            return f"byte {offset} of the block's {len(self.shared)} bytes of shared memory"
+            return self.where_in_shared(offset)
         if space == "local":
             return f"not in the thread's {self.code.facts.local_bytes} bytes of local memory"
         for start, nbytes, name in self.card.freed():
@@ -476,6 +487,13 @@ class _Run:
         start = min(self.arrays, key=lambda s: max(s - address, address - s - self.arrays[s][0]))
         nbytes, name = self.arrays[start]
         return f"byte {address - start} of {name or 'an array'} ({nbytes} bytes)"
+
+    def where_in_shared(self, offset):
+        """The same for a byte of the block's shared memory, or beyond."""
+        if not self.shared_arrays:
+            return "where no shared array is"
+        start, nbytes = min(self.shared_arrays, key=lambda a: max(a[0] - offset, offset - a[0] - a[1] + 1))
+        return f"byte {offset - start} of a shared array ({nbytes} bytes)"
 
 
 def source_line(file, number):

@@ -25,7 +25,7 @@ from numba import cfunc, njit
 from . import native
 from .emit import WARP
 from .estimate import SECTOR, Counts, estimate, multiply_adds, pipe_of, registers_used
-from .watching import OBSERVER, READ, SHARED, WRITE, Watch, Watching, find_row
+from .watching import OBSERVER, READ, SHARED, WRITE, Watch, Watching, execute, find_row
 
 # The arrays of @watch.
 #   LANES        the addresses of the lanes, and room to work
@@ -212,7 +212,7 @@ def run(launch, allocations):
         watch.set(TOTALS, totals)
         watch.set(ALLOCATIONS, np.array([(*row, first) for row, first in zip(rows, starts)], np.int64))
         watch.set(TOUCHED, np.zeros(starts[-1] // 64 + 1, np.int64))
-        native.execute([launch.with_code(code)], 1)
+        execute([launch.with_code(code)], 1)
     pipes = Counter()
     for executions, block in zip(totals[N_TOTALS:].tolist(), code.facts.notes):
         for opcode, n in block:

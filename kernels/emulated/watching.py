@@ -1,4 +1,9 @@
-"""The translation that counters and checks share: before every memory access a function outside is called.
+"""Translations that something outside takes part in.
+
+Stoppable: kernels that Ctrl-C ends, in a notebook *Interrupt*. Each round of a loop looks at a flag. The project's own
+kernels end, so they do without; those of readers need not.
+
+Watching: what counters and checks share. Before every memory access a function outside is called.
 
     observer(watch, access, size, kind, mask, shared) -> 0 to go on, else the warp stops
 
@@ -9,11 +14,13 @@ translations keep their records without locks, so they run on one thread.
 """
 
 import ctypes
+import threading
 from dataclasses import replace
 
 import numpy as np
 from numba import njit, types
 
+from . import native
 from .emit import WARP
 from .translate import Translator
 
@@ -23,7 +30,94 @@ OBSERVER = types.int32(types.CPointer(types.CPointer(types.int64)), types.int32,
                        types.uint32, types.int64)
 
 
-class Watching(Translator):
+# ---- kernels that can be stopped ---------------------------------------------------------------------------
+
+class Stopped(native.KernelFault):
+    """Ctrl-C has ended a kernel. What it has written until then remains."""
+
+
+class Stoppable(Translator):
+    """A translation whose loops end the warp, as `trap` does, once @stop is not 0."""
+
+    def _global_lines(self):
+        yield from super()._global_lines()
+        yield "@stop = global i32 0"
+
+    def _terminate(self, block):
+        if block.index in self.flow.loops:              # the head of a loop: once in each round
+            flag = self.let("load volatile i32, ptr @stop")
+            self.n += 1
+            goes_on = self.compare("eq", "i32", 1, flag, "0")
+            self.do(f"br i1 {goes_on}, label %round{self.n}, label %stopped")
+            self.label(f"round{self.n}")
+        super()._terminate(block)
+
+    def _body(self):
+        return [*super()._body(), "stopped:", "  ret i32 -1"]
+
+
+_flags = set()                                          # addresses of the flags of kernels that run now
+
+
+def stop():
+    """Ends what `execute` runs now, in any thread."""
+    for flag in list(_flags):
+        ctypes.c_int32.from_address(flag).value = 1
+
+
+def execute(launches, n_workers):
+    """native.execute, for launches of which some may be Stoppable: then Ctrl-C ends them. The main thread does not run
+    these itself, since it hears of Ctrl-C only between lines of Python. Raises Stopped where `stop` was called by
+    another thread."""
+    flags = {launch.code.variable("stop") for launch in native.in_order(launches)
+             if issubclass(launch.code.kernel.translator, Stoppable)}
+    if not flags:
+        native.execute(launches, n_workers)
+    elif threading.current_thread() is threading.main_thread():
+        _execute_elsewhere(launches, n_workers, flags)
+    else:
+        _execute(launches, n_workers, flags)
+
+
+def _execute_elsewhere(launches, n_workers, flags):
+    failed = []
+
+    def run():
+        try:
+            _execute(launches, n_workers, flags)
+        except Exception as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    try:
+        thread.join()
+    except KeyboardInterrupt:
+        while thread.is_alive():                        # it may not have begun yet
+            stop()
+            thread.join(0.01)
+        raise
+    if failed:
+        raise failed[0]
+
+
+def _execute(launches, n_workers, flags):
+    _flags.update(flags)
+    try:
+        native.execute(launches, n_workers)
+    except native.KernelFault as fault:
+        if any(ctypes.c_int32.from_address(flag).value for flag in flags):
+            raise Stopped(f"{fault}, by Ctrl-C") from None
+        raise
+    finally:
+        for flag in flags:
+            _flags.discard(flag)
+            ctypes.c_int32.from_address(flag).value = 0
+
+
+# ---- kernels that are watched ------------------------------------------------------------------------------
+
+class Watching(Stoppable):
     """A translation that calls an observer. Subclasses set `observer`, the name under which LLVM knows the function."""
 
     observer = ""

@@ -223,7 +223,7 @@ def test_outside_of_shared_memory(checked):
     y = checked.zeros(64, np.float32)
     passes(checked, dynamic, 1, 64, y, shared=256)
     message = fault(checked, dynamic, 1, 64, y, shared=252)
-    assert "thread (63, 0, 0)" in message and "byte 252 of the block's 252 bytes of shared memory" in message
+    assert "thread (63, 0, 0)" in message and "byte 252 of a shared array (252 bytes)" in message
 
 
 def test_outside_of_local_memory(checked):
@@ -285,9 +285,13 @@ def test_exchange(checked, n, how, ordered):
         checked.synchronize()
     message = str(caught.value)
     read, write = line_of(exchange), line_of(exchange, "shared[t] =")
-    assert f"line {read}" in message and f"line {write}" in message       # whichever came second tells
-    thread, other = re.search(r"thread \((\d+), 0, 0\):.*thread \((\d+), 0, 0\)", message).groups()
+    thread, what, other, its, line = re.search(         # whichever came second tells
+        r"thread \((\d+), 0, 0\): (\w+) 4 bytes .* with thread \((\d+), 0, 0\), which (\w+) there in line (\d+)\n",
+        message).groups()
     assert int(thread) ^ int(other) == n - 1
+    lines = {"reads": read, "writes": write}
+    assert {what, its} == set(lines) and int(line) == lines[its] and f", line {lines[what]})" in message
+    assert f"    line {read}: y[t] = " in message and f"    line {write}: shared[t] = " in message
 
 
 def test_a_barrier_that_is_missing_in_a_loop(checked):
@@ -324,7 +328,7 @@ def test_one_instruction_that_writes_different_values(checked):
     passes(checked, same_place, 1, 32, y, 0)
     message = fault(checked, same_place, 1, 32, y, 1)
     assert "thread (1, 0, 0): writes 4 bytes" in message
-    assert "a race with thread (0, 0, 0), at the same instruction" in message
+    assert "a race with thread (0, 0, 0), which writes there at the same time\n" in message and "`" not in message
 
 
 def test_two_warps_that_write_to_one_place(checked):
@@ -335,10 +339,29 @@ def test_two_warps_that_write_to_one_place(checked):
         cuda.syncthreads()
         y[uint32(cuda.threadIdx.x)] = shared[uint32(0)]
 
-    # Under checks an array begins at an odd multiple of its alignment: four bytes lie before this one.
     y = checked.zeros(64, np.uint32)
     passes(checked, flag, 1, 32, y)
-    assert "byte 4 of the block's 8 bytes of shared memory: a race" in fault(checked, flag, 1, 64, y)
+    assert "byte 0 of a shared array (4 bytes): a race" in fault(checked, flag, 1, 64, y)
+
+
+@pytest.mark.parametrize("at, words", [(9, ""), (11, "byte 52 of a shared array (48 bytes)"),
+                                       (100, "byte 400 of a shared array (48 bytes)")])
+def test_which_shared_array_it_is(checked, at, words):
+    """Bytes count from the beginning of the nearest array, wherever checks put it."""
+    @cuda.jit
+    def two(y, at):
+        first = cuda.shared.array(3, uint32)
+        second = cuda.shared.array(12, uint32, alignment=16)
+        t = uint32(cuda.threadIdx.x)
+        first[t] = t
+        second[uint32(uint32(2) * t + at)] = t  # fault
+        cuda.syncthreads()
+        y[t] = first[t] + second[t]
+
+    y = checked.zeros(2, np.uint32)
+    if not words:
+        return passes(checked, two, 1, 2, y, at)
+    assert words in fault(checked, two, 1, 2, y, at)
 
 
 def test_bytes_of_one_word_are_places_of_their_own(checked):
