@@ -65,6 +65,7 @@ MISALIGNED, OUTSIDE, RACE, DIVERGENT, ENDLESS = 1, 2, 3, 4, 5
 # What goes beyond is taken for a loop that never ends: accesses and rounds of loops of a warp between two barriers,
 # some ten seconds of checks, and barriers of a block.
 MOST_ACCESSES, MOST_BARRIERS = 1 << 26, 1 << 17
+FAR = 1 << 24                   # bytes from an array, beyond which an address has nothing to do with it
 # Kinds beside those of watching.py. BARRIER: the mask is the missing lanes. WAIT: for all groups of copies but as many
 # as the size says. ROUND: of a loop.
 BARRIER, COMMIT, WAIT, ROUND = 64, 128, 256, 512
@@ -486,6 +487,8 @@ class _Run:
             return "where no array is"
         start = min(self.arrays, key=lambda s: max(s - address, address - s - self.arrays[s][0]))
         nbytes, name = self.arrays[start]
+        if not -FAR < address - start < nbytes + FAR:
+            return "far from every array"
         return f"byte {address - start} of {name or 'an array'} ({nbytes} bytes)"
 
     def where_in_shared(self, offset):

@@ -130,6 +130,16 @@ def test_the_access_that_fails_does_not_happen(checked):
     assert not after[32:].any()
 
 
+def test_far_from_every_array(checked):
+    """No array is named: none has anything to do with it."""
+    @cuda.jit
+    def far(x):
+        x[uint32(uint32(cuda.threadIdx.x) << uint32(27))] = float32(1)  # fault
+
+    message = fault(checked, far, 1, 32, checked.zeros(64, np.float32, "x"))
+    assert "thread (1, 0, 0): writes 4 bytes at 0x" in message and ", far from every array (`st." in message
+
+
 def test_before_the_start(checked):
     @cuda.jit
     def before(x):
