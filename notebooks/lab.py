@@ -297,17 +297,21 @@ def show(words):
 
 
 def plot_estimates(versions, model, title=""):
-    """A panel for each kernel: how long each part of the card would be busy; the longest is the estimate."""
+    """A panel for each kernel: how long each part of the card would be busy; the longest is the estimate. Where one
+    kernel takes far longer than another one, the axes are logarithmic."""
     estimates = {name: counted.estimate(model).per_pipe_seconds for name, counted in versions.items()}
     parts = [part for part in next(iter(estimates.values())) if any(e[part] > 0 for e in estimates.values())]
     _, panels = plt.subplots(1, len(estimates), figsize=(11, 0.6 + 0.24 * len(parts)), sharey=True)
-    longest = 1e6 * max(max(e.values()) for e in estimates.values())
+    totals = [1e6 * max(e.values()) for e in estimates.values()]
+    longest, is_log = max(totals), max(totals) > 20 * min(totals)
+    left, right = (0.5, 4 * longest) if is_log else (0, 1.2 * longest)
     for axes, (name, seconds) in zip(panels, estimates.items()):
         times = [1e6 * seconds[part] for part in parts]
         axes.barh(parts, times, color=[RED if t == max(times) else BLUE for t in times])
         for part, t in zip(parts, times):
-            axes.text(t, part, f" {t:.1f}", va="center", fontsize=8)
-        axes.set(title=name, xlim=(0, 1.2 * longest), xlabel="estimated µs")
+            axes.text(max(t, left), part, f" {t:.1f}", va="center", fontsize=8)
+        axes.set(title=name, xscale="log" if is_log else "linear", xlim=(left, right),
+                 xlabel="estimated µs" + ", logarithmic" * is_log)
         axes.grid(axis="y", visible=False)
     panels[0].invert_yaxis()
     plt.gcf().suptitle(title or f"How long each part of a {model.name} would be busy (estimates; the longest decides)")
