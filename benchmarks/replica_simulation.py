@@ -2,22 +2,22 @@
 
 Requests arrive as statistics of real services have them:
 
-    when        gaps between arrivals are drawn from a gamma distribution. Its shape is 0.5 for bursts, as the authors
-                of BurstGPT take it for their trace of Azure's service (github.com/HPMLL/BurstGPT, gamma_shape of
+    when        gaps between arrivals are drawn from a gamma distribution. Its shape is 0.5 for bursts, as the generator
+                has it that belongs to BurstGPT, a trace of Azure's service (github.com/HPMLL/BurstGPT, gamma_shape in
                 example/src/burstgpt/config.py), and 1 for a Poisson process, for comparison
     how long    the Mooncake trace, 23,608 requests to Kimi within an hour, as NVIDIA's Dynamo lists it ("datagen
-                analyze" in benchmarks/README.md of github.com/ai-dynamo/dynamo): a prompt has 8,590 tokens in the mean,
-                5,755 of them in common with other prompts; FRESH and ANSWER are quartiles of the rest and of answers
-    shared      half of the requests ask one question under one of SYSTEMS long system prompts, chosen by Zipf's law:
-                the median and the third quartile of what prompts share are both 6,144 tokens there. The others are
-                turns of conversations, of TURNS turns in the mean, which is the number that gives the trace's 5,755
+                analyze" in benchmarks/README.md of github.com/ai-dynamo/dynamo in 2025): a prompt has 8,590 tokens in
+                the mean, 5,755 of them in common with others; TRACES has quartiles of the rest, and those of answers
+    shared      half of the requests ask one question under one of 30 long system prompts, chosen by Zipf's law: the
+                median and the third quartile of what prompts share are both 6,144 tokens there. The others are turns
+                of conversations, of 2.6 turns in the mean, which is the number that gives the trace's 5,755
 
 The trace does not tell, and so assumed: half and half, how many system prompts there are and how often each is used,
 and THINKING seconds between two turns. Neither trace has both, arrivals to the millisecond and what prompts share.
 
 Three ways to choose a replica are compared: at random, the one with the fewest open requests, and the front's own Table
-(engine/replicas/table.py), which runs here as it does in a front. A replica reads one prompt after the other and writes
-answers side by side; it keeps the beginnings that were used last. What replicas and the front take was measured
+(engine/replicas/table.py), which runs here as it does in a front. A replica reads prompts in the engine's own turns
+(engine/turns.py) and writes answers side by side; it keeps the beginnings that were used last. What replicas and the front take was measured
 (benchmarks/results.md, "A 9B and others on an H100" and "Replicas on Ray"); no network is simulated, nor that a front
 is late when it has too much to do. How busy it would be is printed instead.
 """
@@ -31,6 +31,7 @@ import math
 import random
 import statistics
 import time
+from dataclasses import dataclass
 
 from cli.ending import run_program
 from engine.prefix import PAGE_TOKENS
@@ -41,30 +42,88 @@ from engine.turns import PASS, Turns
 # Measured, in seconds. Of a front's processor: for a request, a token, and a message of a replica, of which one that
 # writes sends up to 25 in a second. Of a replica, an H100 with a 9B model in Q8_0 by dp4a: for a token of a prompt, and
 # for a step of 8 answers.
-FRONT_REQUEST, FRONT_TOKEN, FRONT_MESSAGE = 0.011, 0.00007, 0.0016
+FRONT_REQUEST, FRONT_TOKEN, FRONT_MESSAGE = 0.011, 0.000055, 0.001
 PREFILL, STEP, SLOTS = 1 / 6908, 8 / 1876, 8
 KEPT = 400                  # beginnings that a replica keeps
 LOAD = 0.7                  # share of the replicas' time that is asked for, were nothing cached
 
 SHAPES = {"bursts": 0.5, "Poisson": 1.0}        # of the gamma distribution of gaps
-FRESH = (0, 266, 560, 1103, 125_034), 2834      # tokens of a prompt that no other has: quartiles, mean
-ANSWER = (1, 13, 30, 356, 2000), 182            # tokens of an answer
-SYSTEMS, SYSTEM_TOKENS = 30, 6144               # long system prompts
-COMMON_TOKENS = 512         # that all conversations begin with
-TURNS, THINKING = 2.6, 20.0                     # of a conversation: in the mean; seconds between an answer and the next
+THINKING = 20.0             # seconds between an answer and the next turn, in the mean
 MOST_TOKENS = 125_546       # of a prompt
+WARM = 60.0                 # seconds before those that count, in which caches fill and conversations begin
 WAYS = {"random": "at random", "fewest": "fewest open", "table": "by marks"}
 
 
-def drawn(quartiles: tuple, mean: float, rng) -> int:
-    """A number with these quartiles, its least and its most among them, and this mean. It is even within the first
-    three quarters, and bent within the last, so that the mean is right."""
-    quarter, share = divmod(4 * rng.random(), 1)
-    low, high = quartiles[int(quarter):int(quarter) + 2]
-    if high == quartiles[-1]:
-        others = sum(quartiles[i] + quartiles[i + 1] for i in range(3)) / 2
-        share **= (high - low) / (4 * mean - others - low) - 1
-    return int(low + (high - low) * share)
+@dataclass(frozen=True)
+class Kind:
+    """Conversations of a kind. share: of all requests. n_systems: prompts of the system, by Zipf's law, of so many
+    tokens. turns: in the mean."""
+
+    share: float
+    n_systems: int
+    tokens: int
+    turns: float
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Numbers of tokens with this mean and these quartiles, the least and the most among them; without quartiles they
+    fall off exponentially."""
+
+    mean: float
+    quartiles: tuple = ()
+
+    def draw(self, rng) -> int:
+        """Even within the first three quarters, and bent within the last, so that the mean is right."""
+        if not self.quartiles:
+            return max(8, int(rng.expovariate(1 / self.mean)))
+        quarter, share = divmod(4 * rng.random(), 1)
+        low, high = self.quartiles[int(quarter):int(quarter) + 2]
+        if quarter == 3:
+            others = sum(self.quartiles[i] + self.quartiles[i + 1] for i in range(3)) / 2
+            share **= (high - low) / (4 * self.mean - others - low) - 1
+        return max(1, int(low + (high - low) * share))
+
+
+@dataclass(frozen=True)
+class Workload:
+    """fresh, answer: tokens of a prompt that no other has, and of an answer."""
+
+    kinds: tuple[Kind, ...]
+    fresh: Lengths
+    answer: Lengths
+
+    def rate(self, n_replicas: int) -> float:
+        """Requests in a second that ask for LOAD of these replicas' time, were nothing cached."""
+        a_turn = self.fresh.mean + self.answer.mean
+        n_prompt = self.fresh.mean + sum(kind.share * (kind.tokens + (kind.turns - 1) * a_turn) for kind in self.kinds)
+        return LOAD * n_replicas / (n_prompt * PREFILL + self.answer.mean * STEP / SLOTS)
+
+    def requests(self, n_replicas: int, seconds: float, shape: float, rng) -> list["Job"]:
+        """The requests from -WARM to so many seconds, in the order in which they come."""
+        often = [kind.share / kind.turns for kind in self.kinds]
+        gap, at, found = 1 / (sum(often) * self.rate(n_replicas)), -WARM, []
+        for conversation in itertools.count():
+            at += rng.gammavariate(shape, gap / shape)
+            if at > seconds:
+                return sorted(found, key=lambda job: job.came)
+            kind, = rng.choices(self.kinds, often)
+            system, = rng.choices(range(kind.n_systems), [1 / (i + 1) for i in range(kind.n_systems)])
+            when, n_prompt, n_shared, is_over = at, kind.tokens, kind.tokens // PAGE_TOKENS, False
+            while when <= seconds and not is_over:
+                n_prompt = min(n_prompt + self.fresh.draw(rng), MOST_TOKENS)
+                n_answer = self.answer.draw(rng)
+                marks = [hash((kind.tokens, system, page) if page < n_shared else (conversation, page))
+                         for page in range(n_prompt // PAGE_TOKENS)]
+                found.append(Job(when, n_prompt, n_answer, marks, n_shared))
+                is_over = rng.random() < 1 / kind.turns
+                n_prompt += n_answer
+                when += n_answer * STEP + rng.expovariate(1 / THINKING)
+
+
+TRACES = Workload((Kind(0.5, 30, 6144, 1.0), Kind(0.5, 1, 512, 2.6)), Lengths(2834, (0, 266, 560, 1103, 125_034)),
+                  Lengths(182, (1, 13, 30, 356, 2000)))
+LESSON = Workload((Kind(1.0, 30, 900, 4.0),), Lengths(120), Lengths(200))       # of notebooks/09_serving.ipynb
 
 
 class Job:
@@ -131,34 +190,8 @@ class Card:
         self.go_on(now)
 
 
-def requests(n: int, n_replicas: int, shape: float, rng) -> list[Job]:
-    """About n requests, in the order in which they come."""
-    mean = (SYSTEM_TOKENS + COMMON_TOKENS + (TURNS - 1) * (FRESH[1] + ANSWER[1])) / 2 + FRESH[1]
-    gap = 2 * TURNS / (1 + TURNS) * (mean * PREFILL + ANSWER[1] * STEP / SLOTS) / (LOAD * n_replicas)
-    weights, at, found = [1 / (i + 1) for i in range(SYSTEMS)], 0.0, []
-    for conversation in itertools.count():
-        at += rng.gammavariate(shape, gap / shape)
-        if rng.random() < TURNS / (1 + TURNS):      # so that half of the requests are of each kind
-            shared, n_prompt, is_last = ("system", *rng.choices(range(SYSTEMS), weights)), SYSTEM_TOKENS, 1.0
-        else:
-            shared, n_prompt, is_last = ("common",), COMMON_TOKENS, 1 / TURNS
-        when, n_shared = at, n_prompt // PAGE_TOKENS
-        while True:
-            n_prompt = min(n_prompt + max(1, drawn(*FRESH, rng)), MOST_TOKENS)
-            n_answer = max(1, drawn(*ANSWER, rng))
-            marks = [hash((shared, page) if page < n_shared else (conversation, page))
-                     for page in range(n_prompt // PAGE_TOKENS)]
-            found.append(Job(when, n_prompt, n_answer, marks, n_shared))
-            if rng.random() < is_last:
-                break
-            n_prompt += n_answer
-            when += n_answer * STEP + rng.expovariate(1 / THINKING)
-        if len(found) >= n:
-            return sorted(found, key=lambda job: job.came)
-
-
-def simulate(way: str, n_replicas: int, n: int, shape: float = 0.5, seed: int = 1) -> dict:
-    """Serves about n requests by a way to choose, one of WAYS. shape: of the gaps between arrivals."""
+def simulate(way: str, n_replicas: int, n: int, shape: float = 0.5, work: Workload = TRACES, seed: int = 1) -> dict:
+    """Serves requests, of which about n count, by a way to choose, one of WAYS. shape: of the gaps between arrivals."""
     rng, table, events, numbers = random.Random(seed), Table(), [], itertools.count()
     cards = [Card(f"r{i}", events, numbers) for i in range(n_replicas)]
     by_id, ids, choosing = {card.id: card for card in cards}, [card.id for card in cards], 0.0
@@ -177,8 +210,8 @@ def simulate(way: str, n_replicas: int, n: int, shape: float = 0.5, seed: int = 
                 table.give_back(card.id, job.marks)
                 table.report(card.id, None, None, None, list(card.kept))
 
-    jobs = requests(n, n_replicas, shape, rng)
-    for job in jobs:
+    seconds = n / work.rate(n_replicas)
+    for job in (jobs := work.requests(n_replicas, seconds, shape, rng)):
         advance(job.came)
         began = time.perf_counter()
         if way == "table":
@@ -190,11 +223,12 @@ def simulate(way: str, n_replicas: int, n: int, shape: float = 0.5, seed: int = 
             card = rng.choice(cards)
         choosing += time.perf_counter() - began
         card.take(job, job.came)
-    seconds = jobs[-1].came
     advance(math.inf)
-    waits = sorted(job.first - job.came for job in jobs)
-    wrote = sum(card.wrote for card in cards)
+    choosing *= seconds / (WARM + seconds)
+    wrote = sum(card.wrote for card in cards) * seconds / (WARM + seconds)
     n_messages = wrote / GAP + max(0.0, n_replicas * seconds - wrote) / REPORT_SECONDS
+    jobs = [job for job in jobs if job.came >= 0]
+    waits = sorted(job.first - job.came for job in jobs)
     busy = (len(jobs) * FRONT_REQUEST + sum(job.n_answer for job in jobs) * FRONT_TOKEN + n_messages * FRONT_MESSAGE
             + choosing)
     return {"replicas": n_replicas, "way": way,
