@@ -133,6 +133,7 @@ class Job:
         self.came, self.n_prompt, self.n_answer, self.marks = came, n_prompt, n_answer, marks
         self.beginnings = [marks[n_shared - 1], marks[-1]]
         self.n_cached, self.left, self.first = 0, None, None
+        self.n_unspared = 0                     # that the Table counts
 
 
 class Card:
@@ -207,7 +208,7 @@ def simulate(way: str, n_replicas: int, n: int, shape: float = 0.5, work: Worklo
                 continue
             card.end(job, now)
             if way == "table":
-                table.give_back(card.id, job.marks)
+                table.give_back(card.id, job.marks, job.n_unspared)
                 table.report(card.id, None, None, None, list(card.kept))
 
     seconds = n / work.rate(n_replicas)
@@ -216,7 +217,7 @@ def simulate(way: str, n_replicas: int, n: int, shape: float = 0.5, work: Worklo
         began = time.perf_counter()
         if way == "table":
             card = by_id[table.rank(job.marks, ids)[0]]
-            table.take(card.id, job.marks)
+            job.n_unspared = table.take(card.id, job.marks)
         elif way == "fewest":
             card = min(cards, key=lambda one: (one.n_open, rng.random()))
         else:

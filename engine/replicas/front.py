@@ -172,11 +172,11 @@ class Link:
                 return
             self._leave(job)
             job.replica, job.sent_after = replica, time.perf_counter() - job.started
-            self.table.take(replica, job.marks)
+            job.n_unspared = self.table.take(replica, job.marks)
 
     def _leave(self, job: RemoteJob):
         if job.replica is not None:
-            self.table.give_back(job.replica, job.marks)
+            self.table.give_back(job.replica, job.marks, job.n_unspared)
             job.replica = None
 
     # ---- the loop: answers --------------------------------------------------------------------------------------
