@@ -17,9 +17,9 @@ and THINKING seconds between two turns. Neither trace has both, arrivals to the 
 
 Three ways to choose a replica are compared: at random, the one with the fewest open requests, and the front's own Table
 (engine/replicas/table.py), which runs here as it does in a front. A replica reads prompts in the engine's own turns
-(engine/turns.py) and writes answers side by side; it keeps the beginnings that were used last. What replicas and the front take was measured
-(benchmarks/results.md, "A 9B and others on an H100" and "Replicas on Ray"); no network is simulated, nor that a front
-is late when it has too much to do. How busy it would be is printed instead.
+(engine/turns.py) and writes answers side by side; it keeps the beginnings that were used last. What replicas and the
+front take was measured (benchmarks/results.md, "The whole engine: H100 and H200" and "Replicas on Ray"); no network is
+simulated, nor that a front is late when it has too much to do. How busy it would be is printed instead.
 """
 
 import argparse

@@ -23,8 +23,8 @@ from .models import freeze, load_models, open_models
 
 
 def run_server(options) -> int:
-    """Listens, loads, and serves; or ends replicas, where there are to be none. SIGTERM and SIGHUP let open requests go on for --drain seconds, Ctrl-C does not; then
-    what is left of them is cancelled, and their clients are told."""
+    """Listens, loads, and serves; or ends replicas, where there are to be none. SIGTERM and SIGHUP let open requests go
+    on for --drain seconds, Ctrl-C does not; then what is left of them is cancelled, and their clients are told."""
     endable()
     if options.replicas == (0, 0):
         from .replicas import end_replicas      # here: what it imports may not be installed
@@ -79,7 +79,7 @@ def run_server(options) -> int:
             stack.close()
             models.close()
             if options.ray not in (None, "local"):
-                qengine.note("the replicas go on, and the same command finds them again; with --replicas 0 it ends them")
+                qengine.note("the replicas go on, and the same command finds them again; --replicas 0 ends them")
 
 
 def work(service: Service, options):

@@ -177,8 +177,8 @@ class Table:
             def worth(at: int):
                 one = able[at]
                 is_full = one.n_open >= max(one.n_slots, limit)
-                turn = (at + self.n_turns) % len(able)
-                return is_full, one.n_unspared + AWAY * one.n_open - spared.get(one.id, 0), one.n_open / one.n_slots, turn
+                n_tokens = one.n_unspared + AWAY * one.n_open - spared.get(one.id, 0)
+                return is_full, n_tokens, one.n_open / one.n_slots, (at + self.n_turns) % len(able)
 
             return [able[at].id for at in sorted(range(len(able)), key=worth)]
 
