@@ -30,7 +30,7 @@ if importlib.util.find_spec("ray") is None:     # not importorskip, which would 
 
 import qengine
 from cli.options import build_parser, check_options
-from cli.replicas import Shares, Waiting, load_replicas
+from cli.replicas import Shares, Waiting, end_replicas, load_replicas
 from engine.gguf import GGUF
 from engine.images import Picture
 from engine.limits import DEFAULT_PICTURE
@@ -472,7 +472,8 @@ def test_replicas_come_and_go_with_the_load(two_nodes, monkeypatch):
         wait_until(lambda: sum(one.state == "up" for one in engine.replicas) == 1, LIMIT)
 
 
-def test_what_cannot_be_started_is_a_sentence(two_nodes):
+def test_what_cannot_be_started_is_a_sentence(two_nodes, monkeypatch):
+    monkeypatch.setattr(cluster, "STARTS", 1)
     wish = wish_for(("loaded", {"model": "nowhere.gguf"}))
     cluster.keep(wish)
     with pytest.raises(ModelError, match="nowhere.gguf"):
@@ -480,17 +481,17 @@ def test_what_cannot_be_started_is_a_sentence(two_nodes):
     cluster.end(wish.application)
 
 
-def test_the_command_of_the_page_ends_replicas(two_nodes, scripted):
+def test_the_command_of_the_page_ends_replicas(two_nodes, scripted, capsys):
     """Those of models, and nothing else that Ray Serve keeps."""
     page = (ROOT / "docs" / "several-machines.md").read_text(encoding="utf-8")
     command, = re.findall(r"^python (qengine\.py .*--replicas 0)$", page, re.M)
     with replicated(("paced", {}), name="qengine-model"):
         assert cluster.running("qengine-model") is not None
-        for said in "the replicas of model have ended\n", "no replicas run on the cluster at ":
-            done = subprocess.run([sys.executable, *command.replace("auto", two_nodes[0].address).split()], cwd=ROOT,
-                                  capture_output=True, text=True, timeout=LIMIT)
-            assert done.returncode == 0 and said in done.stderr
+        done = subprocess.run([sys.executable, *command.replace("auto", two_nodes[0].address).split()], cwd=ROOT,
+                              capture_output=True, text=True, timeout=LIMIT)
+        assert done.returncode == 0 and "the replicas of model have ended\n" in done.stderr
         assert cluster.states("qengine-model") == {}
+        assert end_replicas("here") == 0 and "no replicas run on the cluster at here" in capsys.readouterr().err
     assert scripted[0].link.application in cluster.applications()
 
 
