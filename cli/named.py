@@ -98,6 +98,9 @@ def check_models(parser, options):
         if options.ray and each.idle is not None:
             parser.error(f"-m {each.name}: idle is not for --ray, where replicas come and go by load: replicas=N,MAX")
     options.each = [own_options(parser, options, one) for one in options.models]
+    for own in options.each:
+        if own.replicas == (0, 0) != options.replicas:
+            parser.error(f"-m {own.argument.name}: replicas=0 is not for one model: --replicas 0 ends those of all")
 
 
 def own_options(parser, options, argument: ModelArgument):

@@ -154,8 +154,8 @@ def image_tokens(text: str) -> tuple[int, int]:
 
 
 def replicas(text: str) -> tuple[int, int]:
-    """An argparse type: "3", or "1,4" for one to four by load."""
-    numbers = whole_numbers(text)
+    """An argparse type: "3", "1,4" for one to four by load, or "0", which ends all."""
+    numbers = (0,) if text == "0" else whole_numbers(text)
     if len(numbers) > 2 or numbers[-1] < numbers[0] or numbers[-1] > limits.MOST_REPLICAS:
         raise argparse.ArgumentTypeError(f"must be one number or the fewest and the most, up to "
                                          f"{limits.MOST_REPLICAS}, not {text!r}")
@@ -318,7 +318,8 @@ def add_replicas(parser: Parser):
                               "(HOST:6379, auto), or local: a cluster of this machine alone")
     several.add_argument("--replicas", metavar="N[,MAX]", type=replicas, default=(1, 1),
                          help="how many of each model, or from N to MAX as the load asks for (default: 1); -m may say "
-                              "it for each: chat=a.gguf,replicas=1,4")
+                              "it for each: chat=a.gguf,replicas=1,4. They go on when the server ends; 0 ends those of "
+                              "all models, and serves nothing")
 
 
 def add_side_models(parser: Parser):

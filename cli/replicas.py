@@ -14,28 +14,54 @@ from kernels.workers import usable_processors
 from .models import Wanted, freeze, open_models
 from .named import is_several
 
+PREFIX = "qengine-"         # of what Ray Serve calls a model
 LONG = 60                   # seconds after which a start that still waits says so
 SHORT = 2                   # seconds in which nothing is said of files
 
 
-def load_replicas(options) -> Models:
-    """The models of a server, each once one of its replicas is up. Raises ModelError, RequestError."""
+def ray_cluster():
+    """The module that joins a cluster. Raises RequestError."""
     try:
         from engine.replicas import cluster
     except ImportError as error:
         raise RequestError("ray", "--ray needs Ray, which is not installed: pip install -r requirements-ray.txt "
                                   f"({error})") from None
+    return cluster
+
+
+def load_replicas(options) -> Models:
+    """The models of a server, each once one of its replicas is up. Raises ModelError, RequestError."""
+    cluster = ray_cluster()
     wanted = open_models(options)
     each = options.each if is_several(options) else [options]
     cluster.join(options.ray, cpus_for(each))
     served = []
-    with contextlib.ExitStack() as stack:
+    with cluster.said(options.ray), contextlib.ExitStack() as stack:
         for one, own in zip(wanted, each, strict=True):
             engine = replicated(one, own)
             stack.callback(engine.close)
             served.append(Served(engine, one.aliases, one.defaults))
         stack.pop_all()
     return Models(served)
+
+
+def end_replicas(address: str) -> int:
+    """Ends the replicas of all models on a cluster; returns the exit code. Raises RequestError."""
+    cluster = ray_cluster()
+    cluster.join(address)
+    with cluster.said(address):
+        found = [name for name in cluster.applications() if name.startswith(PREFIX)]
+        for name in found:
+            is_over = cluster.end(name)
+            qengine.note(f"the replicas of {model_of(name)} " + ("have ended" if is_over else
+                         f"finish their answers, which takes up to {cluster.DRAIN_SECONDS // 60} minutes"))
+    if not found:
+        qengine.note(f"no replicas run on the cluster at {address}")
+    return 0
+
+
+def model_of(application: str) -> str:
+    return application.removeprefix(PREFIX)
 
 
 def cpus_for(each: list) -> int:
@@ -52,7 +78,7 @@ def replicated(wanted: Wanted, options):
     offers = files.offered(files_of(wanted), shares.tell)
     arguments = {"source": str(wanted.model.source), "name": wanted.model.name, "kv": options.kv, "card": card,
                  "arguments": wanted.arguments, "offers": offers}
-    wish = cluster.Wish(f"qengine-{options.argument.name if is_several(options) else 'model'}",
+    wish = cluster.Wish(f"{PREFIX}{options.argument.name if is_several(options) else 'model'}",
                         cluster.Recipe("cli.replicas:make_engine", arguments), *options.replicas, n_gpus=n_gpus,
                         n_slots=options.slots)
     cluster.keep(wish, qengine.note)
@@ -102,8 +128,17 @@ class Waiting:
             self.busy = time.monotonic()
         if not self.is_told and time.monotonic() - self.busy > LONG:
             self.is_told = True
-            qengine.note(f"no replica is up after {LONG} s: it still loads, or no node has {self.wish.n_gpus} GPUs and "
-                         f"{self.wish.n_cpus} CPUs of Ray's to spare (`ray status` says what there is)")
+            qengine.note(self.late())
+
+
+    def late(self) -> str:
+        """The sentence; it names what may hold the cards."""
+        from engine.replicas import cluster
+        name, wish = model_of(self.wish.application), self.wish
+        others = [model_of(other) for other in cluster.applications() if other != wish.application]
+        held = f"; {', '.join(others)} may hold some" * bool(others)
+        return (f"no replica of {name} is up after {LONG} s: it still loads, or no node has {wish.n_gpus} GPUs and "
+                f"{wish.n_cpus} CPUs of Ray's to spare (`ray status` says what there is{held})")
 
 
 def card_of(card: str | None, n_there: float) -> tuple[str, int]:

@@ -23,9 +23,12 @@ from .models import freeze, load_models, open_models
 
 
 def run_server(options) -> int:
-    """Listens, loads, and serves. SIGTERM and SIGHUP let open requests go on for --drain seconds, Ctrl-C does not; then
-    what is left of them is cancelled, and their clients are told."""
+    """Listens, loads, and serves; or ends replicas, where there are to be none. SIGTERM and SIGHUP let open requests go
+    on for --drain seconds, Ctrl-C does not; then what is left of them is cancelled, and their clients are told."""
     endable()
+    if options.replicas == (0, 0):
+        from .replicas import end_replicas      # here: what it imports may not be installed
+        return end_replicas(options.ray)
     keys = read_keys(options.api_key, options.api_key_file)
     origins = [read_origin(text) for text in options.cors]
     tls = read_certificate(options.tls_cert, options.tls_key) if options.tls_cert else None
@@ -75,6 +78,8 @@ def run_server(options) -> int:
             handle_ending(leave_ended)      # nothing is left to end but this
             stack.close()
             models.close()
+            if options.ray not in (None, "local"):
+                qengine.note("the replicas go on, and the same command finds them again; --replicas 0 ends them")
 
 
 def work(service: Service, options):

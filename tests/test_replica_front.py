@@ -2,6 +2,7 @@
 needed."""
 
 import asyncio
+import contextlib
 import itertools
 import time
 from types import SimpleNamespace
@@ -12,7 +13,7 @@ from engine.replicas import front, wire
 from engine.replicas.actor import Recipe
 from engine.replicas.jobs import RemoteAnswer, RemoteTexts
 from engine.pooling import TextsRequest
-from engine.request import Delta, ModelError, Request, RequestError
+from engine.request import Delta, EngineStopped, ModelError, Request, RequestError
 from tests.clients import wait_until
 from tests.test_replica_feed import HERE, LIMIT, NONE, Stream, heard, in_loop, linked, message
 
@@ -139,6 +140,48 @@ def test_an_answer_at_a_replica_that_nobody_listens_to_is_lost(monkeypatch):
         assert "it hangs" in str(job.tries[0])
         wait_until(lambda: job.wait(0), LIMIT)  # this handle knows no other replica: three are lost
         assert job.n_lost == 3 and not link.jobs
+
+
+class Call:
+    """A call of an answer that takes its time to be cancelled."""
+
+    def __init__(self):
+        self.is_cancelled = False
+
+    def __await__(self):
+        return asyncio.sleep(3600).__await__()
+
+    def cancel(self):
+        time.sleep(0.005)
+        self.is_cancelled = True
+
+
+def test_a_front_that_ends_tells_replicas_of_all_its_answers(monkeypatch):
+    """Or they would go on with them until they miss the front."""
+    with linked(monkeypatch) as (link, handle):
+        link.see(["a"])
+        calls = [Call() for _ in range(100)]
+        given = iter(calls)
+        handle.answer = SimpleNamespace(remote=lambda id, *_: (link.placed(id, "a"), next(given))[1])
+        jobs = [submitted(link) for _ in calls]
+        link.close()
+        assert not link.thread.is_alive() and all(call.is_cancelled for call in calls)
+        assert all(isinstance(job.error, EngineStopped) for job in jobs)
+
+
+def test_a_front_ends_though_a_call_does_not(monkeypatch):
+    monkeypatch.setattr(front, "CLOSE_SECONDS", 0.3)
+    with linked(monkeypatch) as (link, handle):
+        async def goes_on():
+            while True:
+                with contextlib.suppress(asyncio.CancelledError):
+                    await asyncio.sleep(3600)
+
+        handle.answer = SimpleNamespace(remote=lambda id, *_: (link.placed(id, "a"), goes_on())[1])
+        link.see(["a"])
+        submitted(link)
+        link.close()
+        assert not link.thread.is_alive()
 
 
 # ---- replicas that leave ------------------------------------------------------------------------------------------

@@ -85,10 +85,22 @@ def test_a_request_goes_where_most_is_cached():
 
 def test_a_prompt_that_is_on_its_way_counts():
     one = table_of("a", "b")
-    one.take("b", [1, 2, 3])
-    assert one.rank([1, 2, 3], "ab")[0] == "b"
-    one.give_back("b", [1, 2, 3])
+    assert one.take("a", [7, 8, 9]) == one.take("b", [1, 2, 3]) == 3 * PAGE_TOKENS
+    assert one.rank([1, 2, 3], "ab")[0] == "b" and one.rank([7, 8, 9], "ab")[0] == "a"
+    one.give_back("a", [7, 8, 9], 3 * PAGE_TOKENS)
+    one.give_back("b", [1, 2, 3], 3 * PAGE_TOKENS)
     assert one.n_spared("b", [1, 2, 3]) == 0 and one.holders == {}
+
+
+def test_who_reads_a_long_prompt_is_left_alone():
+    one, long = table_of("a", "b"), list(range(100, 150))
+    one.report("a", None, None, None, [1, 2, 3])
+    n_unspared = one.take("a", long)
+    assert n_unspared == 50 * PAGE_TOKENS and one.rank([1, 2, 3], "ab")[0] == "b"
+    one.give_back("a", long, n_unspared)
+    assert one.rank([1, 2, 3], "ab")[0] == "a"
+    one.report("a", None, None, None, [1, 2, 3, long[40]])
+    assert one.take("a", long) == 9 * PAGE_TOKENS       # the others are spared
 
 
 def test_short_beginnings_do_not_gather_all_requests():
@@ -137,7 +149,7 @@ def test_who_comes_and_goes():
     assert {each.id: each.state for each in one.listed()} == {"a": "leaving", "b": "up", "c": "starting"}
     one.take("a", [1])
     one.forget("a")
-    one.give_back("a", [1])                     # comes late
+    one.give_back("a", [1], 64)                 # comes late
     assert one.holders == {} and "a" not in one.replicas
 
 
@@ -170,19 +182,19 @@ def test_the_account_is_right_whatever_happens():
         if rng.random() < 0.5 or not open_:
             marks = rng.choices(range(30), k=rng.randint(0, 6))
             id = one.rank(marks, ids)[0]
-            one.take(id, marks)
-            open_.append((id, marks))
+            open_.append((id, marks, one.take(id, marks)))
         elif rng.random() < 0.8:
             one.give_back(*open_.pop(rng.randrange(len(open_))))
         else:
             one.report(rng.choice(ids), None, None, None, rng.sample(range(30), rng.randint(0, 9)))
     for each in one.listed():
-        assert each.n_open == sum(id == each.id for id, _ in open_)
-    for id, marks in open_:
-        one.give_back(id, marks)
+        assert each.n_open == sum(id == each.id for id, *_ in open_)
+        assert each.n_unspared == sum(n for id, _, n in open_ if id == each.id)
+    for each in open_:
+        one.give_back(*each)
     for id in ids:
         one.report(id, None, None, None, [])
-    assert one.holders == {} and all(each.n_open == 0 for each in one.listed())
+    assert one.holders == {} and all(each.n_open == each.n_unspared == 0 for each in one.listed())
 
 
 # ---- on the wire ---------------------------------------------------------------------------------------------------
@@ -408,7 +420,9 @@ def test_replicas_as_they_are_written(capsys):
     assert parsed("--ray", "local").replicas == (1, 1) and parsed("--ray", "auto", "--replicas", "3").replicas == (3, 3)
     several = parsed("--ray", "auto", "--replicas", "2", "-m", "a=a.gguf,replicas=1,4", "-m", "b=b.gguf")
     assert [own.replicas for own in several.each] == [(1, 4), (2, 2)]
-    for wrong in (["--replicas", "2"], ["--ray", "x", "--replicas", "3,1"], ["--ray", "x", "--replicas", "0"],
+    assert parsed("--ray", "auto", "--replicas", "0").replicas == (0, 0)
+    for wrong in (["--replicas", "2"], ["--ray", "x", "--replicas", "3,1"], ["--ray", "x", "--replicas", "0,2"],
+                  ["--replicas", "0"], ["--ray", "x", "-m", "a=a.gguf,replicas=0"],
                   ["--ray", "x", "--replicas", "1,2,3"], ["--ray", "x", "--replicas", "1,1001"],
                   ["--ray", "x", "--go-on"], ["--ray", "x", "-m", "a=a.gguf,idle=1m"],
                   ["--ray", "x", "--embedding-model", "e.gguf"]):

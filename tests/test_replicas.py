@@ -29,6 +29,8 @@ if importlib.util.find_spec("ray") is None:     # not importorskip, which would 
     pytest.skip("Ray is an extra: pip install -r requirements-ray.txt", allow_module_level=True)
 
 import qengine
+from cli.options import build_parser, check_options
+from cli.replicas import Shares, Waiting, end_replicas, load_replicas
 from engine.gguf import GGUF
 from engine.images import Picture
 from engine.limits import DEFAULT_PICTURE
@@ -470,7 +472,8 @@ def test_replicas_come_and_go_with_the_load(two_nodes, monkeypatch):
         wait_until(lambda: sum(one.state == "up" for one in engine.replicas) == 1, LIMIT)
 
 
-def test_what_cannot_be_started_is_a_sentence(two_nodes):
+def test_what_cannot_be_started_is_a_sentence(two_nodes, monkeypatch):
+    monkeypatch.setattr(cluster, "STARTS", 1)
     wish = wish_for(("loaded", {"model": "nowhere.gguf"}))
     cluster.keep(wish)
     with pytest.raises(ModelError, match="nowhere.gguf"):
@@ -478,14 +481,50 @@ def test_what_cannot_be_started_is_a_sentence(two_nodes):
     cluster.end(wish.application)
 
 
-def test_the_command_of_the_page_ends_replicas(two_nodes):
+def test_the_command_of_the_page_ends_replicas(two_nodes, scripted, capsys):
+    """Those of models, and nothing else that Ray Serve keeps."""
     page = (ROOT / "docs" / "several-machines.md").read_text(encoding="utf-8")
-    code, = re.findall(r'^python -c "(.*serve\.delete\(.*)"$', page, re.M)
+    command, = re.findall(r"^python (qengine\.py .*--replicas 0)$", page, re.M)
     with replicated(("paced", {}), name="qengine-model"):
         assert cluster.running("qengine-model") is not None
-        subprocess.run([sys.executable, "-c", code.replace("'auto'", repr(two_nodes[0].address))], check=True,
-                       timeout=LIMIT)
+        done = subprocess.run([sys.executable, *command.replace("auto", two_nodes[0].address).split()], cwd=ROOT,
+                              capture_output=True, text=True, timeout=LIMIT)
+        assert done.returncode == 0 and "the replicas of model have ended\n" in done.stderr
         assert cluster.states("qengine-model") == {}
+        assert end_replicas("here") == 0 and "no replicas run on the cluster at here" in capsys.readouterr().err
+    assert scripted[0].link.application in cluster.applications()
+
+
+@pytest.fixture
+def options():
+    parser = build_parser()
+    found = parser.parse_args(["--serve", "0", "--ray", "auto", "--card", "emulated", "-m", f"old={TINY}"])
+    check_options(parser, found)
+    return found
+
+
+@pytest.mark.parametrize("fails", ["offered", "under_way"])
+def test_a_cluster_that_fails_while_replicas_start_is_a_sentence(options, monkeypatch, fails):
+    """A node is lost, say, while files are offered to others, or later."""
+    def lose(*_):
+        raise cluster.ray.exceptions.RaySystemError("The node has died.\nAnd a traceback.")
+
+    monkeypatch.setattr(cluster, "join", lambda *_: None)
+    monkeypatch.setattr(cluster, "n_gpus", lambda: 0)
+    monkeypatch.setattr(cluster, "keep", lambda *_: True)
+    monkeypatch.setattr(cluster, "link", lambda wish, tell, meanwhile: meanwhile())
+    monkeypatch.setattr(files, "offered", lambda *_: [])
+    monkeypatch.setattr(files, fails, lose)
+    with pytest.raises(RequestError, match="^the cluster of Ray at auto has failed: .*died[^\n]*$"):
+        load_replicas(options)
+
+
+def test_a_start_that_waits_for_long_says_what_for(monkeypatch):
+    monkeypatch.setattr(cluster, "applications", lambda: ["qengine-chat", "qengine-old", "other"])
+    waiting = Waiting(cluster.Wish("qengine-chat", None, n_gpus=2), [], Shares())
+    assert waiting.late().startswith("no replica of chat is up") and "old, other may hold some" in waiting.late()
+    monkeypatch.setattr(cluster, "applications", lambda: ["qengine-chat"])
+    assert "2 GPUs and 1 CPUs" in waiting.late() and "hold" not in waiting.late()
 
 
 def test_no_cluster_is_a_sentence():

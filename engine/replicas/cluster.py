@@ -6,6 +6,7 @@ started with another model or other numbers has Ray Serve replace them one after
 replica of the model that it was started with.
 """
 
+import contextlib
 import copy
 import logging
 import re
@@ -16,13 +17,14 @@ from pathlib import Path
 import ray
 from ray import serve
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
+from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 from ray.serve.schema import LoggingConfig
 
 from engine.request import RequestError
 
 from .actor import Recipe, Replica
-from .front import Link
+from .front import Link, in_a_line
 
 LOCAL = "local"
 STORE_BYTES = 200 << 20     # of Ray's object store on a cluster of this machine alone; only pieces of files pass it
@@ -167,6 +169,24 @@ def states(application: str) -> dict[str, int]:
     return counts
 
 
-def end(application: str):
-    """Ends all replicas of a model."""
-    serve.delete(application)
+def applications() -> list[str]:
+    """The names of all that Ray Serve keeps on the cluster."""
+    return sorted(serve.status().applications)
+
+
+def end(application: str) -> bool:
+    """Ends all replicas of a model. Returns whether they have ended; otherwise they will, once their answers have."""
+    try:
+        serve.delete(application)
+    except TimeoutError:                        # Ray Serve waits for a minute
+        return False
+    return True
+
+
+@contextlib.contextmanager
+def said(address: str):
+    """Makes errors of Ray, of which it has many kinds, one sentence: RequestError."""
+    try:
+        yield
+    except (ray.exceptions.RayError, RayServeException) as error:
+        raise RequestError("ray", f"the cluster of Ray at {address} has failed: {in_a_line(error)}") from None

@@ -107,7 +107,9 @@ def server_of(offer: Offer) -> "ray.actor.ActorHandle":
 
 def under_way(offers: list[Offer]) -> dict[tuple[str, str, str], float]:
     """What nodes do with files now: (node, "fetches" or "reads", path) -> share that is done."""
-    return ray.get(server_of(offers[0]).under_way.remote()) if offers else {}
+    with contextlib.suppress(ValueError):       # its actor is gone: a replica that needs it says so
+        return ray.get(server_of(offers[0]).under_way.remote()) if offers else {}
+    return {}
 
 
 def taken(offers: list[Offer], store: Store = STORE) -> list[str]:

@@ -38,6 +38,7 @@ END_LOOKS = 20              # after the end of its call, in which an answer's en
 NOBODY_SECONDS = 60.0       # so long requests wait for a replica where there is none
 ANSWER_SECONDS = 60.0       # that the first words of a replica that is up may take
 POLL_SECONDS = 0.1
+CLOSE_SECONDS = 5.0         # that a front which ends takes to tell replicas that their answers are cancelled
 AGAIN_SECONDS = 0.5         # before the next try of an answer, or to listen to a replica whose stream has broken
 LOST = object()             # how a try ends whose replica was lost
 
@@ -104,20 +105,23 @@ class Link:
                 self.table.exclude(one.id)
 
     def close(self):
-        """Ends all that is open. The replicas stay."""
-        def end():
-            with self.lock:
-                self.closed = True                      # from now on no job comes
-            for job in list(self.jobs.values()):
-                self._settle(job, EngineStopped("the server is shutting down"))
-            for task in [self.task, *self.listeners.values()]:
-                task.cancel()
-            self.loop.call_later(0.1, self.loop.stop)       # cancelled calls are told to the replicas
+        """Ends all that is open, and tells the replicas. They stay."""
         if not self.closed:
-            self._in_loop(end)
-            self.thread.join(5.0)
+            self._in_loop(lambda: self.loop.create_task(self._end()))
+            self.thread.join(CLOSE_SECONDS + 1)
             LINKS.pop(self.application, None)
             self.handle.shutdown()                      # or Ray Serve goes on to report for it
+
+    async def _end(self):
+        with self.lock:
+            self.closed = True                          # from now on no job comes
+        for job in list(self.jobs.values()):
+            self._settle(job, EngineStopped("the server is shutting down"))
+        for task in [self.task, *self.listeners.values()]:
+            task.cancel()
+        if others := asyncio.all_tasks() - {asyncio.current_task()}:    # each tells its replica before it ends
+            await asyncio.wait(others, timeout=CLOSE_SECONDS)
+        self.loop.stop()
 
     # ---- answers, from any thread ---------------------------------------------------------------------------
 
@@ -168,11 +172,11 @@ class Link:
                 return
             self._leave(job)
             job.replica, job.sent_after = replica, time.perf_counter() - job.started
-            self.table.take(replica, job.marks)
+            job.n_unspared = self.table.take(replica, job.marks)
 
     def _leave(self, job: RemoteJob):
         if job.replica is not None:
-            self.table.give_back(job.replica, job.marks)
+            self.table.give_back(job.replica, job.marks, job.n_unspared)
             job.replica = None
 
     # ---- the loop: answers --------------------------------------------------------------------------------------

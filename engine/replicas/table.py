@@ -1,10 +1,10 @@
 """What a front knows of the replicas of a model, and which of them a request should go to.
 
 A replica reports the marks of what its prefix cache keeps (engine/prefix.py): from there a later prompt goes on. The
-front adds the prompts that it has sent there since. A request goes where the most tokens are spared, less AWAY tokens
-for each request that is open there already; so a long conversation returns to its replica, and a short beginning that
-many requests share does not gather them all in one place. No replica gets more than its share of what is open, however
-much it keeps, unless it has a free slot.
+front adds the prompts that it has sent there since. A request goes where the most tokens are spared, less those that
+the replica has to read for what is open there already, and AWAY for each answer; so a long conversation returns to its
+replica, and a beginning that many requests share does not gather them all in one place. No replica gets more than its
+share of what is open, however much it keeps, unless it has a free slot.
 """
 
 import math
@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 from engine.prefix import PAGE_TOKENS
 
-AWAY = 64                   # tokens of a prompt that one more open request at a replica outweighs
+AWAY = 64                   # tokens of a prompt that the answer of an open request outweighs
 SHARE = 1.25                # of the mean of open requests: no replica gets more while others have less
 MOST_MARKS = 1 << 14        # that a front keeps of a replica
 GAUGES = {"requests_running", "requests_waiting", "kv_pages", "kv_pages_used", "kv_pages_cached", "kv_pages_free",
@@ -49,6 +49,7 @@ class Replica:
     reason: str | None = None                       # why its engine has stopped
     kept: frozenset[int] = frozenset()              # marks that it has reported
     n_open: int = 0
+    n_unspared: int = 0                             # tokens of what is open there that it did not have
     is_leaving: bool = False                        # Ray Serve sends it nothing more
     is_silent: bool = False                         # nothing has come from it for long
     is_foreign: bool = False                        # it has a model with another vocabulary than the front's
@@ -176,8 +177,8 @@ class Table:
             def worth(at: int):
                 one = able[at]
                 is_full = one.n_open >= max(one.n_slots, limit)
-                turn = (at + self.n_turns) % len(able)
-                return is_full, AWAY * one.n_open - spared.get(one.id, 0), one.n_open / one.n_slots, turn
+                n_tokens = one.n_unspared + AWAY * one.n_open - spared.get(one.id, 0)
+                return is_full, n_tokens, one.n_open / one.n_slots, (at + self.n_turns) % len(able)
 
             return [able[at].id for at in sorted(range(len(able)), key=worth)]
 
@@ -193,18 +194,22 @@ class Table:
                 found[id] = n * PAGE_TOKENS
         return found
 
-    def take(self, id: str, marks: Sequence[int]):
-        """A request with this prompt is sent to a replica."""
+    def take(self, id: str, marks: Sequence[int]) -> int:
+        """A request with this prompt is sent to a replica. Returns how many of its tokens are not spared there."""
         with self.lock:
+            n_unspared = len(marks) * PAGE_TOKENS - self._spared(marks).get(id, 0)
             if one := self.replicas.get(id):
                 one.n_open += 1
+                one.n_unspared += n_unspared
                 self._hold(id, marks)
+            return n_unspared
 
-    def give_back(self, id: str, marks: Sequence[int]):
-        """It has ended there."""
+    def give_back(self, id: str, marks: Sequence[int], n_unspared: int):
+        """It has ended there. n_unspared: as `take` has given it."""
         with self.lock:
             if one := self.replicas.get(id):
                 one.n_open -= 1
+                one.n_unspared -= n_unspared
                 self._unhold(id, marks)
 
     # ---- what they count ------------------------------------------------------------------------------------
