@@ -406,6 +406,17 @@ def test_a_front_that_starts_again_finds_the_replicas(paced):
     assert {one.id for one in paced.replicas} == before
 
 
+def test_another_number_of_replicas_replaces_none(paced):
+    until_up(paced, 2)
+    wish, before = paced.one["wish"], {one.id for one in paced.replicas}
+    assert cluster.keep(dataclasses.replace(wish, n=3)) is False
+    until_up(paced, 3)
+    assert before < {one.id for one in paced.replicas}
+    for _ in range(2):                          # what a replica was started with is not how many there are
+        assert cluster.keep(wish) is False
+        until_up(paced, 2)
+
+
 def test_a_rolling_change_loses_nothing(two_nodes):
     """Answers take longer than the lease of a stream, so some go on in a replica that is drained."""
     now, then = LONG * 3, LONG * 3 + " new"

@@ -1,9 +1,9 @@
 """Joining a cluster of Ray, and having Ray Serve keep the replicas of a model there.
 
 Ray's own HTTP servers, its dashboard and its reports of usage stay off. What an application was deployed with is part
-of what its replicas say of themselves; so a front that is started again finds them and changes nothing, and one that is
-started with another model or other numbers has Ray Serve replace them one after the other. It begins with the first
-replica of the model that it was started with.
+of what its replicas say of themselves; so a front that is started again finds them and changes nothing, one that is
+started with another number has Ray Serve add some or take some away, and one that is started with another model has it
+replace them one after the other. It begins with the first replica of the model that it was started with.
 """
 
 import contextlib
@@ -11,7 +11,8 @@ import copy
 import logging
 import re
 import socket
-from dataclasses import dataclass
+import uuid
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import ray
@@ -44,7 +45,7 @@ ROOT = Path(__file__).resolve().parents[2]      # where a node finds qengine, un
 class Wish:
     """What is to run. application: its name. recipe: None, for a front alone, takes replicas of any. n, most: replicas;
     with most > n Ray Serve adds and takes away by load. n_gpus, n_cpus: that each replica has of its node. n_slots:
-    answers that each generates at the same time."""
+    answers that each generates at the same time. version: Ray Serve replaces the replicas that have another one."""
 
     application: str
     recipe: Recipe | None
@@ -53,6 +54,7 @@ class Wish:
     n_gpus: int = 0
     n_cpus: float = 1
     n_slots: int = 1
+    version: str = field(default="", compare=False)
 
 
 def join(address: str, n_cpus: int | None = None):
@@ -91,14 +93,15 @@ def n_gpus() -> float:
 
 
 def deployed(wish: Wish) -> "serve.Application":
-    """What Ray Serve is to run."""
+    """What Ray Serve is to run. A version is an internal option of Ray 2.60; without it another number of replicas
+    would replace them all."""
     sizes = {"num_replicas": wish.n} if not wish.most or wish.most == wish.n else {
         "autoscaling_config": AutoscalingConfig(
             min_replicas=wish.n, max_replicas=wish.most, upscale_delay_s=UP_SECONDS, downscale_delay_s=DOWN_SECONDS,
             look_back_period_s=MEAN_SECONDS, target_ongoing_requests=wish.n_slots,
             policy=AutoscalingPolicy(policy_function=SCALING))}
     return serve.deployment(Replica).options(
-        name="Replica", max_ongoing_requests=MOST_ONGOING, graceful_shutdown_timeout_s=DRAIN_SECONDS,
+        name="Replica", version=wish.version, _internal=True, max_ongoing_requests=MOST_ONGOING, graceful_shutdown_timeout_s=DRAIN_SECONDS,
         graceful_shutdown_wait_loop_s=0.5, health_check_period_s=HEALTH_SECONDS[0],
         health_check_timeout_s=HEALTH_SECONDS[1], max_constructor_retry_count=STARTS, logging_config=logs(),
         ray_actor_options={"num_gpus": wish.n_gpus, "num_cpus": wish.n_cpus,
@@ -109,14 +112,16 @@ def deployed(wish: Wish) -> "serve.Application":
 
 
 def keep(wish: Wish, note=lambda text: None) -> bool:
-    """Has the cluster run what is wished, and returns at once. Returns whether something changes by that."""
-    if (runs := running(wish.application)) == wish:
-        return False
-    if runs is not None:
+    """Has the cluster run what is wished, and returns at once. Returns whether replicas that run are replaced: not where
+    only their number is another one."""
+    runs = running(wish.application)
+    is_same = runs is not None and replace(runs, n=wish.n, most=wish.most) == wish
+    if is_replaced := runs is not None and not is_same:
         note("the replicas that run are replaced, one after the other")
+    wish = replace(wish, version=runs.version if is_same else uuid.uuid4().hex)
     serve.run_many([serve.RunTarget(deployed(wish), name=wish.application, route_prefix=None, logging_config=logs())],
                    wait_for_applications_running=False)
-    return True
+    return is_replaced
 
 
 def running(application: str) -> Wish | None:
