@@ -289,6 +289,8 @@ def bench_table(title: str, speeds: list[Throughput], of_what: str) -> str:
     lines += [f"{speed.context:<10,}{speed.batch:>6}{speed.tokens_per_s:>12,.1f}   "
               f"{f'{speed.percent_of_peak:.1f} %':<19}{f'{speed.launches:,}' if speed.launches else '-':>9}"
               for speed in speeds]
+    if any(speed.percent_of_peak > 100 for speed in speeds):
+        lines.append("  more than 100 %: so small a model stays in the processor's caches")
     operations = speeds[-1].operations
     if not operations:
         return "\n".join(lines + ["", "  kernels have no times of their own where experts lie elsewhere"])

@@ -239,7 +239,7 @@ class Chat:
         path = Path(os.path.expanduser(unquoted(path, "/save")))       # Path's own fails at an unknown ~name
         with open(path, "x", encoding="utf-8", errors="replace") as file:       # an existing file stays as it is
             file.write(transcript(with_system(self.system, self.messages)))
-        qengine.note(f"saved: {path}, {len(self.messages)} messages")
+        qengine.note(f"saved as Markdown: {path}, {len(self.messages)} messages")
 
     def show_picture(self, path: str):
         if self.engine.eyes is None:

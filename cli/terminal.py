@@ -36,9 +36,10 @@ def has_colours(stream) -> bool:
 
 def columns_of(stream) -> int:
     try:
-        return max(os.get_terminal_size(stream.fileno()).columns, FEWEST_COLUMNS)
+        columns = os.get_terminal_size(stream.fileno()).columns
     except OSError:
-        return 80
+        columns = 0
+    return max(columns or 80, FEWEST_COLUMNS)     # a serial line says 0: it does not know
 
 
 def is_dialogue() -> bool:

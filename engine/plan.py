@@ -849,21 +849,34 @@ class Planner:
     def expected_hops(self) -> tuple[float, float, float]:
         """Three shares: of the time of a prompt that fills the context, the part that hops add and the part in which
         the least busy card works; and of the time of a decode step of one answer, the part that hops take."""
-        n, stages = self.demand.n_ctx, self.plan.on_paper
+        n = self.demand.n_ctx
         found = self.prompt_schedule(n)
         added = 1 - self.prompt_schedule(n, with_hops=False).seconds / found.seconds
-        step = sum(self.costs.decode_seconds(i, stage.layers.start, stage.layers.stop, n // 2)
-                   for i, stage in enumerate(stages))
-        hops = sum(a.hop_seconds(1) + b.hop_seconds(1) for a, b in itertools.pairwise(self.plan.costs))
+        step, hops = self.step_seconds(n // 2)
         return added, min(found.busy), hops / (step + hops)
+
+    def step_seconds(self, context: int) -> tuple[float, float]:
+        """What cards and what hops take of a decode step of one answer, expected."""
+        cards = sum(self.costs.decode_seconds(i, stage.layers.start, stage.layers.stop, context)
+                    for i, stage in enumerate(self.plan.on_paper))
+        return cards, sum(a.hop_seconds(1) + b.hop_seconds(1) for a, b in itertools.pairwise(self.plan.costs))
+
+    def speed_line(self) -> str:
+        """How fast a prompt that fills the context is, and the answer behind it, for people."""
+        n = self.demand.n_ctx
+        return (f"ESTIMATE, at {PEAK_SHARE:.0%} of the cards' peaks: a prompt of {n:,} tokens at "
+                f"{n / self.prompt_schedule(n).seconds:,.0f} tokens/s, one answer behind it at "
+                f"{1 / sum(self.step_seconds(n)):,.0f}")
 
     def report(self) -> str:
         """The plan for people: the table, the longest context, what of the weights a token uses where that is not all,
-        contexts in other KV formats, and what hops are expected to cost."""
+        contexts in other KV formats, an estimate of its speed, and what hops are expected to cost."""
         plan, d, longest, work = self.plan, self.demand, self.longest_context(), self.costs.works[-1]
         lines = [plan.table(), "",
                  f"context: {d.contexts} tokens, pages for {plan.sizes.n_pages * PAGE_TOKENS:,}; "
-                 + (f"the longest that fits has {longest:,}" if longest else "none fits")]
+                 + (f"the longest that fits has {longest:,}" if longest else "none fits")
+                 + f" (the model was made for {self.blueprint.context_length:,})" * (
+                     d.n_ctx > self.blueprint.context_length)]
         if work.grouped:
             lines.append(f"{self.blueprint.parameters}: of {show_bytes(work.expert_bytes)} of experts, a token reads "
                          f"{show_bytes(work.expert_bytes_read(1))}, and 8 tokens of different texts read "
@@ -871,6 +884,8 @@ class Planner:
         lines += [f"products of prompts on {card.name}: {said}" for card in self.cards
                   if (said := Products.of(card, d.products).describe(self.blueprint.formats()))]
         lines += self.expert_lines() + self.kv_lines(longest)
+        if not (work.grouped or d.packed):      # steps over experts are bound by more than bytes
+            lines.append(self.speed_line())
         if len(self.cards) > 1:
             added, busy, decode = self.expected_hops()
             n_passes, hidden_dim = len(self.passes(d.n_ctx)), self.blueprint.hidden_dim

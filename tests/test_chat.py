@@ -86,7 +86,7 @@ def test_a_conversation_at_a_terminal(tmp_path):
     assert "Traceback" not in shown
     assert "a new" not in shown and "system: Be brief." in person.type("/system" + ENTER)
     assert "/nonsense: /help lists" in person.type("/nonsense" + ENTER)
-    assert f"saved: {path}, 2 messages" in person.type(f"/save {path}" + ENTER).replace("\r\n", "")
+    assert f"saved as Markdown: {path}, 2 messages" in person.type(f"/save {path}" + ENTER).replace("\r\n", "")
     text = path.read_text()
     assert text.startswith("## system\n\nBe brief.\n\n## user\n\nfirst line\nsecond line\n\n## assistant\n\n")
     assert "A new conversation." in person.type("/clear" + ENTER)

@@ -6,6 +6,7 @@ import itertools
 import math
 import operator
 import random
+import re
 
 import pytest
 
@@ -196,6 +197,22 @@ def test_report_for_people():
     assert "0 - 21" in text and "43 - 63" in text and "the longest that fits has 262,144" in text
     assert "a hop: 10.0 MB for a pass of 512 tokens, 20.0 KB for one token, over links of 0.25, 0.25, 0.25 GB/s" in text
     assert "hop" not in planner("synthetic:tiny", open_cards("emulated")).report()
+
+
+def test_a_plan_estimates_speeds():
+    """One answer at a context of 18,432 reads 27 GB of weights and 1.2 GB of keys and values, at 75 % of 818 GB/s."""
+    plans = planner("synthetic:27b", open_cards("emulated:cmp-100-210,cmp-100-210,cmp-100-210"), n_ctx=18432)
+    prompt, answer = re.search(r"^ESTIMATE.* at ([\d,]+) tokens/s, one answer behind it at ([\d,]+)$", plans.report(),
+                               re.M).groups()
+    assert int(prompt.replace(",", "")) == round(18432 / plans.prompt_schedule(18432).seconds)
+    assert 19 < int(answer) < 23
+    assert "ESTIMATE" not in planner("synthetic:35b-a3b:q4_k", open_cards("emulated:cmp-100-210") * 2).report()
+
+
+def test_a_context_that_the_model_was_not_made_for_is_told():
+    card = open_cards("emulated:cmp-100-210")
+    assert "(the model was made for 262,144)" in planner("synthetic:tiny", card, n_ctx=300_000).report()
+    assert "was made for" not in planner("synthetic:tiny", card, n_ctx=262_144).report()
 
 
 # ---- how passes flow ---------------------------------------------------------------------------------------

@@ -201,7 +201,7 @@ def test_what_fits_is_what_plan_says(capsys, row):
     """The weights of each card, and the longest context with halves and with the format that the head of the table
     names."""
     n_cards, model, weights, *contexts = row
-    assert main(["-m", model.strip("`"), "--plan", "--card",
+    assert main(["-m", model.strip("`"), "--plan", "--memory", "15.5", "--card",
                  f"emulated:{','.join(['cmp-100-210'] * int(n_cards))}"]) == 0
     said = capsys.readouterr().out
     lines = {line.split()[0]: line.split() for line in said.splitlines() if line}

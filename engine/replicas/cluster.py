@@ -101,9 +101,10 @@ def deployed(wish: Wish) -> "serve.Application":
             look_back_period_s=MEAN_SECONDS, target_ongoing_requests=wish.n_slots,
             policy=AutoscalingPolicy(policy_function=SCALING))}
     return serve.deployment(Replica).options(
-        name="Replica", version=wish.version, _internal=True, max_ongoing_requests=MOST_ONGOING, graceful_shutdown_timeout_s=DRAIN_SECONDS,
-        graceful_shutdown_wait_loop_s=0.5, health_check_period_s=HEALTH_SECONDS[0],
-        health_check_timeout_s=HEALTH_SECONDS[1], max_constructor_retry_count=STARTS, logging_config=logs(),
+        name="Replica", version=wish.version, _internal=True, max_ongoing_requests=MOST_ONGOING,
+        graceful_shutdown_timeout_s=DRAIN_SECONDS, graceful_shutdown_wait_loop_s=0.5,
+        health_check_period_s=HEALTH_SECONDS[0], health_check_timeout_s=HEALTH_SECONDS[1],
+        max_constructor_retry_count=STARTS, logging_config=logs(),
         ray_actor_options={"num_gpus": wish.n_gpus, "num_cpus": wish.n_cpus,
                            "runtime_env": {"env_vars": {"PYTHONPATH": str(ROOT)}}},
         request_router_config=RequestRouterConfig(request_router_class=ROUTER,
@@ -112,8 +113,8 @@ def deployed(wish: Wish) -> "serve.Application":
 
 
 def keep(wish: Wish, note=lambda text: None) -> bool:
-    """Has the cluster run what is wished, and returns at once. Returns whether replicas that run are replaced: not where
-    only their number is another one."""
+    """Has the cluster run what is wished, and returns at once. Returns whether replicas that run are replaced: not
+    where only their number is another one."""
     runs = running(wish.application)
     is_same = runs is not None and replace(runs, n=wish.n, most=wish.most) == wish
     if is_replaced := runs is not None and not is_same:
