@@ -510,8 +510,8 @@ def open_emulated_cards(choice, cache_dir=compiler.CACHE_DIR, **settings):
             own = {"like": models[what]} if what in models else {"memory_bytes": default_memory() // count}
             found += [own | ({"link_gbs": link_gbs} if link_gbs else {}) | settings] * count
     except ValueError:
-        raise CardError(f"unknown cards emulated:{choice}: say how many, emulated:3, or of which types, v100,v100 (there "
-                        f"are {', '.join(models)}); the GB/s of links may follow, emulated:3@0.25") from None
+        raise CardError(f"unknown cards emulated:{choice}: say how many, emulated:3, or of which types, v100,v100 ("
+                        f"{', '.join(models)}); the GB/s of links may follow, emulated:3@0.25") from None
     return [EmulatedCard(number, cache_dir=cache_dir, **each) for number, each in enumerate(found)]
 
 
