@@ -54,9 +54,10 @@ def document() -> Document:
 
 
 def part_of_page(name: str) -> str:
-    """The text of a file. In a script "<!--" would begin a comment of HTML, so it is written in another way there."""
+    """The text of a file. In a script "<!--" would begin a comment of HTML, so it is written in another way there: in
+    one that regular expressions with the flag u understand, too."""
     text = (FOLDER / name).read_text(encoding="utf-8")
-    return text.replace("<!--", r"<\!--") if name.endswith(".js") else text
+    return text.replace("<!--", r"\x3C!--") if name.endswith(".js") else text
 
 
 def pipes(service):

@@ -392,6 +392,29 @@ def test_code_has_its_language_colours_and_a_copy_button(page):
     expect(code.locator("pre")).to_have_text('def f(x):  # a comment\n    return "text" + str(12)')
 
 
+IN_EVERY_LANGUAGE = """code => {
+    const names = hljs.listLanguages().flatMap(name => [name, ...hljs.getLanguage(name).aliases ?? []]);
+    return names.map(name => {
+        const box = document.createElement("div");
+        showText(box, "```" + name + "\\n" + code + "\\n```", true);
+        return [name, box.querySelector("pre").textContent, hljs.highlight(code, {language: name}).errorRaised];
+    });
+}"""        # of each language that is coloured: its name, what is shown of the code, and what went wrong
+
+
+@pytest.mark.parametrize("code", ["<a href='x'>text</a>", "<!-- a comment -->\n<p class=\"b\">x &amp; y</p>"])
+def test_code_of_every_language_is_shown_whole(page, code):
+    shown = page.evaluate(IN_EVERY_LANGUAGE, code)
+    assert len(shown) > 60 and {"html", "svg", "md", "php-template"} <= {name for name, *_ in shown}
+    assert [row for row in shown if row[1:] != [code, None]] == []
+
+
+def test_code_that_cannot_be_coloured_is_shown_as_it_is(page):
+    page.evaluate("hljs.highlight = () => ({_emitter: {root: {children: ['def']}}})")
+    say(page, "rich")
+    expect(answers(page).locator("pre")).to_have_text('def f(x):  # a comment\n    return "text" + str(12)')
+
+
 def test_formulas(page):
     say(page, "rich")
     answer = answers(page)

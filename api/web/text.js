@@ -68,10 +68,16 @@ function coloured(tree) {
   return el("span", kind && {class: `hl-${kind}`}, ...nodes);
 }
 
+/** Code in its colours, or as it is where colouring would lose some of it. */
+function colouredCode(code, language) {
+  const shown = coloured(hljs.highlight(code, {language, ignoreIllegals: true})._emitter.root);
+  return shown.textContent === code ? shown : code;
+}
+
 function codeNode({content, info}) {
   const language = info.trim().split(/\s/)[0].toLowerCase(), code = content.replace(/\n$/, "");
   const isKnown = hljs.getLanguage(language) && code.length <= MOST_COLOURED;
-  const shown = isKnown ? coloured(hljs.highlight(code, {language, ignoreIllegals: true})._emitter.root) : code;
+  const shown = isKnown ? colouredCode(code, language) : code;
   return el("figure", {class: "code"},
     el("figcaption", null, el("span", null, language.slice(0, 30)), copyButton(() => code)),
     el("pre", {tabindex: 0}, el("code", null, shown)));
