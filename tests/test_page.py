@@ -691,9 +691,9 @@ def test_the_place_in_the_queue_is_shown(open_page):
     wait_until(lambda: len(engine.requests) == 2)
     say(page, "hello", wait=False)
     page.bring_to_front()
-    expect(answers(page)).to_contain_text("1 request before this one.")
+    expect(answers(page)).to_contain_text("1 request has to end first.")
     button(others[0], "Stop").click()
-    expect(page.get_by_text("before this one")).not_to_be_visible()
+    expect(page.get_by_text("to end first")).not_to_be_visible()
     button(page, "Stop").click()
     client = app.test_client()
     assert client.get("/waiting?request=nobody").status_code == client.get("/waiting").status_code == 204
@@ -929,12 +929,27 @@ def test_a_model_that_is_still_loading(open_page, engine):
     app = app_of()
     page = open_page(app=app)
     expect(page.get_by_text("loading the model")).to_be_visible()
-    say(page, "hello")
-    expect(page.get_by_role("alert")).to_contain_text("The server says: the model is still loading.")
+    say(page, "early", wait=False)
+    expect(page.get_by_text("Waiting until the model is loaded.")).to_be_visible()
+    button(page, "Stop").click()
+    expect(answers(page)).to_contain_text("stopped")
+    say(page, "hello", wait=False)
+    expect(page.get_by_text("Waiting until the model is loaded.")).to_be_visible()
     app.extensions["qengine"].models = Models([Served(engine)])
-    expect(page.get_by_role("heading", name="qengine")).to_contain_text(engine.name)       # seen without a reload
-    button(page, "Try again").click()
-    expect(answers(page)).to_contain_text("You said hello.")
+    expect(answers(page).last).to_contain_text("You said hello.")       # without another click, or a reload
+    expect(page.get_by_text("Waiting until")).not_to_be_visible()
+    expect(page.get_by_role("heading", name="qengine")).to_contain_text(engine.name)
+    assert len(engine.requests) == 1
+
+
+def test_a_model_that_cannot_be_loaded(open_page):
+    """Whoever waits for it is told."""
+    app = app_of()
+    page = open_page(app=app)
+    say(page, "hello", wait=False)
+    expect(page.get_by_text("Waiting until the model is loaded.")).to_be_visible()
+    app.extensions["qengine"].drain(0)
+    expect(page.get_by_role("alert")).to_contain_text("The server says:")
 
 
 def test_a_model_that_is_put_away(page):

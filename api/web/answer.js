@@ -9,6 +9,9 @@ async function ask(path, signal) {
   return response?.status === 200 ? response.json().catch(() => null) : null;
 }
 
+/** How the server is. Raises where it cannot be reached. */
+const healthOf = async signal => (await fetch("health", {signal})).json();
+
 /** What is asked for this message: an answer to those before it. */
 function requestBody({chat: {messages: all}, message: {after}}) {
   const {system, thinking, tools, showsChats, showsPipes, ...sampling} = settings;
@@ -72,10 +75,27 @@ async function refusal(response) {
   return new Refusal(`The server says: ${message}.`.replace(/\.\.$/, "."));
 }
 
+/** The head of the server's answer. While a model is being loaded, the request waits and comes again. */
+async function begin(own, signal) {
+  while (true) {
+    const response = await fetch("v1/chat/completions", {method: "POST", signal, body: JSON.stringify(requestBody(own)),
+      headers: {...headers(), "X-Request-Id": own.request}});
+    own.isEarly = response.status === 503 && await isLoading(signal);
+    if (response.ok) return response;
+    if (!own.isEarly) throw await refusal(response);
+    watchHealth();
+    arrived();
+    do await sleep(.5); while (await isLoading(signal));
+    own.isEarly = false;
+  }
+}
+
+const isLoading = async signal => (await healthOf(signal).catch(() => ({}))).status === "loading";
+
 // ---- one answer --------------------------------------------------------------------------------------------
 
 const SAVE_SECONDS = 2;     // a tab that dies loses no more of an answer than this
-let running = null;         // {chat, message, abort, request, ahead, began} while an answer is written
+let running = null;         // {chat, message, abort, request, isEarly, ahead, began} while an answer is written
 
 async function generate() {
   const message = addMessage(chat, {role: "assistant", thoughts: "", calls: []});
@@ -89,9 +109,7 @@ async function generate() {
   watchPipes(own);
   try {
     times.before = await expertsUsed(signal);
-    const response = await fetch("v1/chat/completions", {method: "POST", signal, body: JSON.stringify(requestBody(own)),
-      headers: {...headers(), "X-Request-Id": own.request}});
-    if (!response.ok) throw await refusal(response);
+    const response = await begin(own, signal);
     times.head = true;
     for await (const event of events(response)) take(event, message, times);
     times.after = await expertsUsed(signal);

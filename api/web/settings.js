@@ -67,7 +67,7 @@ async function watchHealth() {
   for (watching = true; watching; watching && await sleep(2)) {
     let status = "is not reachable", isWrong = true;
     try {
-      const health = await (await fetch("health")).json();
+      const health = await healthOf();
       watching = health.status !== "ok";
       isWrong = health.status === "error";
       isPutAway = health.state === "unloaded";

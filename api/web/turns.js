@@ -41,8 +41,8 @@ function answerTurn(message) {
     thoughts.textContent = message.thoughts ?? "";
     showText(text, message.content, !isBusy);
     calls.replaceChildren(...(message.calls ?? []).map(callNode));
-    queue.hidden = !(isBusy && running.ahead);
-    if (!queue.hidden) queue.textContent = `${count(running.ahead, "request")} before this one.`;
+    queue.textContent = isBusy ? whyItWaits(running) : "";
+    queue.hidden = !queue.textContent;
     meter.update(message);
     if (isBusy) { error.replaceChildren(); foot.replaceChildren(); return; }
     if (isLast && message.calls?.length && !message.error) calls.append(resultsForm(message));
@@ -55,6 +55,9 @@ function answerTurn(message) {
   }
   return {node, message, update};
 }
+
+const whyItWaits = ({isEarly, ahead}) => isEarly ? "Waiting until the model is loaded."
+  : ahead ? `${count(ahead, "request")} ${ahead === 1 ? "has" : "have"} to end first.` : "";
 
 /** The id of the last message that is no tool's result. */
 const lastAnswered = () => thread(chat).findLast(m => m.role !== "tool")?.id;
