@@ -609,6 +609,24 @@ def test_what_one_tab_says_the_other_shows(page):
     assert page.evaluate(KEPT) == []
 
 
+def test_what_one_tab_writes_the_other_does_not_regenerate(page, engine):
+    """Until it is whole, or until the tab that wrote it has long been silent."""
+    engine.delay = 3
+    other = second_tab(page)
+    say(page, "hello", wait=False)
+    chats(other).first.click()
+    expect(other.get_by_text("Being written in another tab.")).to_be_visible()
+    expect(button(other, "Regenerate")).to_have_count(0)
+    expect(button(page, "Send")).to_be_visible()
+    expect(answers(other)).to_contain_text("You said hello.")
+    expect(other.get_by_text("Being written")).not_to_be_visible()
+    expect(button(other, "Regenerate")).to_be_visible()
+    other.evaluate("Object.values(chat.messages).at(-1).writing = Date.now() - 60_000; showAll()")
+    expect(button(other, "Regenerate")).to_have_count(0)
+    other.evaluate("Object.values(chat.messages).at(-1).writing = Date.now() - 100_000; showAll()")
+    expect(button(other, "Regenerate")).to_be_visible()
+
+
 def test_an_older_copy_does_not_overwrite_a_newer_one(page):
     say(page, "begin")
     page.evaluate("""() => {
@@ -996,12 +1014,15 @@ def test_a_conversation_longer_than_the_context(page, engine):
 def test_a_server_that_asks_for_a_key(open_page, engine):
     page = open_page(app=app_of(engine, keys=["secret"]))
     say(page, "hello")
-    expect(page.get_by_label("API key")).to_be_focused()
-    page.keyboard.type("secret")
-    page.keyboard.press("Enter")
-    expect(page.get_by_role("dialog")).to_have_count(0)
-    expect(page.get_by_role("alert")).to_contain_text("wants an API key")
-    button(page, "Try again").click()
+    for sentence, key in ("wants an API key", "wrong"), ("does not know this API key", "secret"):
+        expect(page.get_by_label("API key")).to_be_focused()
+        expect(page.get_by_role("dialog")).to_contain_text(sentence)
+        page.get_by_label("API key").fill(key)
+        expect(page.get_by_role("dialog")).not_to_contain_text(sentence)        # it was said of the former key
+        page.keyboard.press("Enter")
+        expect(page.get_by_role("dialog")).to_have_count(0)
+        expect(page.get_by_role("alert")).to_contain_text(sentence)
+        button(page, "Try again").click()
     expect(answers(page)).to_contain_text("You said hello.")
     page.reload()
     say(page, "again")

@@ -64,8 +64,9 @@ class Refusal extends Error {}
 async function refusal(response) {
   const message = (await response.json().catch(() => ({}))).error?.message ?? `status ${response.status}`;
   if (response.status === 401) {
-    askForKey();
-    return new Refusal("This server wants an API key, under Settings.");
+    const what = apiKey ? "The server does not know this API key" : "This server wants an API key";
+    askForKey(`${what}.`);
+    return new Refusal(`${what}, under Settings.`);
   }
   if (response.status === 429) {
     const wait = response.headers.get("Retry-After");
@@ -137,6 +138,7 @@ async function generate() {
 /** Keeps an answer as far as it has arrived, unless its conversation was deleted meanwhile. */
 function keep({chat, message}) {
   if (!chats.has(chat.id)) return;
+  message.writing = running?.message === message && !running.abort.signal.aborted ? Date.now() : null;
   touch(chat, message);
   save(chat);
   showChats();

@@ -20,7 +20,10 @@ function makeSettings() {
       set(name, !field.validity.valid || value === "" || Number.isNaN(value) ? undefined : value);
     });
   }
-  $("key").addEventListener("input", () => setKey($("key").value.trim()));
+  $("key").addEventListener("input", () => {
+    setKey($("key").value.trim());
+    $("key-reason").textContent = "";
+  });
   fillSettings();
 }
 
@@ -49,8 +52,9 @@ function openSettings() {
   showDefaults();
 }
 
-function askForKey() {
+function askForKey(reason) {
   $("key-field").hidden = false;
+  $("key-reason").textContent = reason;
   openSettings();
   $("key").focus();
 }

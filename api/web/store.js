@@ -16,7 +16,8 @@
 // A message: {id, after, revision, role, content} and, of
 //   a user       pictures: [ids], lost: pictures of former times that were too large to be kept
 //   a tool       call: the id of the call that it answers
-//   an assistant thoughts, calls: [{id, name, arguments}], seconds (of thinking), figures, error, pipes
+//   an assistant thoughts, calls: [{id, name, arguments}], seconds (of thinking), figures, error, pipes,
+//                writing: when the tab that writes it has last kept it; null when it is whole
 
 const CHAT = "qengine/chat/", PICTURE = "qengine/picture/", SETTINGS = "qengine/settings", KEY = "qengine/key";
 const FORMER = "qengine";   // where versions of the page for one conversation kept everything

@@ -41,10 +41,10 @@ function answerTurn(message) {
     thoughts.textContent = message.thoughts ?? "";
     showText(text, message.content, !isBusy);
     calls.replaceChildren(...(message.calls ?? []).map(callNode));
-    queue.textContent = isBusy ? whyItWaits(running) : "";
+    queue.textContent = isBusy ? whyItWaits(running) : isWrittenElsewhere(message) ? "Being written in another tab." : "";
     queue.hidden = !queue.textContent;
     meter.update(message);
-    if (isBusy) { error.replaceChildren(); foot.replaceChildren(); return; }
+    if (isBusy || isWrittenElsewhere(message)) { error.replaceChildren(); foot.replaceChildren(); return; }
     if (isLast && message.calls?.length && !message.error) calls.append(resultsForm(message));
     error.replaceChildren(...message.error ? [el("div", {class: "error", role: "alert"}, message.error,
       isLast && el("button", {type: "button", click: regenerate}, "Try again"))] : []);
@@ -55,6 +55,11 @@ function answerTurn(message) {
   }
   return {node, message, update};
 }
+
+const SILENT_SECONDS = 90;      // after which a tab that was writing counts as dead: hidden ones are slowed down
+
+const isWrittenElsewhere = message => message !== running?.message
+  && Date.now() - (message.writing ?? 0) < 1000 * SILENT_SECONDS;
 
 const whyItWaits = ({isEarly, ahead}) => isEarly ? "Waiting until the model is loaded."
   : ahead ? `${count(ahead, "request")} ${ahead === 1 ? "has" : "have"} to end first.` : "";
