@@ -1419,7 +1419,8 @@ class Pipeline:
             worker, needed = stage.worker, stage.worker.ask(stage.needed_kernels).result()
             with tqdm.tqdm(desc="compiling kernels", total=len(needed), unit="kernel", leave=False,
                            disable=not progress or None) as bar:
-                stage.card.compile_kernels(needed, lambda name: (bar.set_postfix_str(name), bar.update()))
+                tell = note if progress and bar.disable else lambda sentence: None      # stderr is no terminal
+                stage.card.compile_kernels(needed, lambda name: (bar.set_postfix_str(name), bar.update()), tell)
             for kernel in needed:
                 worker.ask(stage.card.load_kernel, *kernel).result()
             worker.ask(stage.record).result()

@@ -30,6 +30,7 @@ Observation. `with card.observed_by(observer)` tells an Observer of every operat
 import math
 import struct
 import threading
+import time
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import lru_cache, partial
@@ -633,11 +634,11 @@ class Card:
         finally:
             del self._collecting[thread]
 
-    def compile_kernels(self, needed, on_done=lambda name: None):
+    def compile_kernels(self, needed, on_done=lambda name: None, tell=lambda sentence: None):
         """Compiles those of the kernels in `needed` (from `collecting`) that no cache has, and fills the caches.
 
-        Several processes share the work if many are missing. on_done(name) is called for each kernel. All this needs
-        processors only, not the card.
+        Several processes share the work if many are missing. on_done(name) is called for each kernel, tell(sentence)
+        before and after the work, if there is any. All this needs processors only, not the card.
         """
         jobs = {}
         for types, block in needed:
@@ -648,12 +649,17 @@ class Card:
         for types, block in needed:
             if (types, block) not in jobs:
                 on_done(types[0].__name__)
+        if not jobs:
+            return
+        began, kernels = time.perf_counter(), f"{len(jobs)} kernel{'s' * (len(jobs) > 1)}"
+        tell(f"compiling {kernels}, which may take minutes; later starts find what is compiled now")
         if len(jobs) >= WORTH_WORKERS and workers.own_processors() > 1:
             workers.run(jobs, lambda need: on_done(need[0][0].__name__))
-            return
-        for (types, _), job in jobs.items():
-            job()
-            on_done(types[0].__name__)
+        else:
+            for (types, _), job in jobs.items():
+                job()
+                on_done(types[0].__name__)
+        tell(f"compiled {kernels} in {time.perf_counter() - began:.1f} s")
 
     def load_kernel(self, types, block):
         """Loads a kernel that `collecting` found, so that its first launch need not. Raises CompileError."""

@@ -25,6 +25,7 @@ from cli.options import EXAMPLES, LLAMA_CPP, build_parser
 from engine import limits
 from engine.plan import LONGEST_CTX
 from engine.request import Delta, EngineStopped, Generation
+from kernels.emulated.card import EmulatedCard
 from tests.tiny import CONTEXT, MODEL, ROOT, tiny_engine
 
 GREEDY = ["--temperature", "0"]
@@ -227,6 +228,14 @@ def test_no_model_is_the_model_that_comes_along(capsys):
     engine.close()
     code, out, err = run(capsys, "-p", "hi", "--max-tokens", "8", "--card", "emulated")
     assert (code, out) == (0, answer + "\n") and f"model: {engine.name}, " in err
+
+
+@pytest.mark.parametrize("progress", [True, False])
+def test_where_no_bar_is_drawn_a_line_tells_of_compiling(capsys, monkeypatch, progress):
+    """A first start takes minutes; who has only a log sees why."""
+    monkeypatch.setattr(EmulatedCard, "compile_kernels", lambda card, needed, on_done, tell: tell("compiling 9 kernels"))
+    qengine.load(MODEL, card="emulated", ctx=CONTEXT, progress=progress).close()
+    assert ("compiling 9 kernels\n" in capsys.readouterr().err) == progress
 
 
 def test_no_arguments_at_a_terminal_are_a_chat():

@@ -1,6 +1,7 @@
 """Jobs in processes of their own, and kernels that are compiled there."""
 
 import os
+import re
 import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -88,6 +89,17 @@ def test_collected_launches_do_not_run(tmp_path):
         card.launch(double, 1, 64, x, x, 4)
     assert list(needed) == [((double, "float32[1]", "float32[1]", "uint32"), (threads, 1, 1)) for threads in (32, 64)]
     assert card.download(x).tolist() == [1] * 4 and not card._functions and not list(tmp_path.iterdir())
+
+
+def test_what_compiling_tells(tmp_path):
+    """How much there is to compile, and how long it took; nothing where all is compiled already."""
+    card, told = EmulatedCard(cache_dir=tmp_path), []
+    needed = needs(card, kernel(2), kernel(3))
+    card.compile_kernels(needed, tell=told.append)
+    assert re.fullmatch(r"compiling 2 kernels, which may take minutes; .*", told[0])
+    assert re.fullmatch(r"compiled 2 kernels in \d+\.\d s", told[1])
+    card.compile_kernels(needed, tell=told.append)
+    assert len(told) == 2
 
 
 def test_other_threads_are_not_collected():
