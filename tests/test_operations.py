@@ -273,6 +273,20 @@ def lines(caplog):
     return read
 
 
+@pytest.mark.parametrize("host, origin", [("127.0.0.1:8080", OTHERS), ("evil.example", None)])
+def test_the_log_says_why_a_page_may_not_ask(caplog, host, origin):
+    """The browser of its developer hides the answer."""
+    caplog.set_level(logging.INFO, "qengine.requests")
+    preflight = {"Host": host, "Access-Control-Request-Method": "POST"} | ({"Origin": origin} if origin else {})
+    for answer in ask_as(web(), host, origin), web().options(CHAT, headers=preflight):
+        said = refusal(answer)
+        answer.close()                  # the log's line is written then
+        assert caplog.messages[-1].endswith(f" error={json.dumps(said)}")
+    assert "method=OPTIONS" in caplog.messages[-1]
+    ask_as(web(), "127.0.0.1:8080", None).close()
+    assert " error=" not in caplog.messages[-1] and " status=200 " in caplog.messages[-1]
+
+
 def test_a_line_for_each_request(lines):
     engine = PacedEngine(ANSWER, pace=0.01)
     with serving(app_of(engine)) as (port, _):
