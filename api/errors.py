@@ -1,5 +1,6 @@
 """What a client hears of an error, before a protocol gives it its shape."""
 
+import difflib
 import logging
 from typing import NamedTuple
 
@@ -38,6 +39,15 @@ class ErrorAnswer(NamedTuple):
     counts: dict = {}
 
 
+def way_out(request: flask.Request) -> str:
+    """What is said behind "is not served": the endpoint that was probably meant, or where all are listed."""
+    served = {rule.rule: sorted(rule.methods - {"HEAD", "OPTIONS"}) for rule in flask.current_app.url_map.iter_rules()}
+    path = request.path[:80]
+    meant = [path, f"/v1{path}", path.removeprefix("/v1"), *difflib.get_close_matches(path, served, 1, cutoff=0.9)]
+    found = next((one for one in meant if one in served and not request.url_rule), None)
+    return f": did you mean {served[found][0]} {found}?" if found else "; /openapi.json says what is"
+
+
 def explain(error: Exception) -> ErrorAnswer:
     """What a client hears of an error. The text of an unforeseen error is logged, and the client does not hear it."""
     if isinstance(error, NotLoaded):
@@ -55,7 +65,7 @@ def explain(error: Exception) -> ErrorAnswer:
     if isinstance(error, HTTPException):
         message = error.description
         if error.code in (404, 405):
-            message = f"{flask.request.method} {flask.request.path[:80]} is not served; /openapi.json says what is"
+            message = f"{flask.request.method} {flask.request.path[:80]} is not served{way_out(flask.request)}"
         if error.code == 413:
             is_read = flask.has_request_context()       # or the connection itself has refused it
             most = f"{flask.request.max_content_length} bytes" if is_read else "the server takes"

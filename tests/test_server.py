@@ -11,6 +11,7 @@ import time
 import openai
 import pytest
 
+import qengine
 from api import chat as chat_api
 from api import completions
 from api import connection as connection_api
@@ -358,6 +359,21 @@ def test_unknown_paths_and_methods(port):
     assert_error(send(port, "DELETE", "/v1/models"), 405)
     assert send(port, "GET", TEXT)[1]["Allow"]
     assert len(send(port, "GET", "/" + "a" * 100_000)[2]["error"]["message"]) < 300
+
+
+@pytest.mark.parametrize("asked, meant", [
+    ("POST /chat/completions", "POST /v1/chat/completions"), ("POST /v1/v1/messages", "POST /v1/messages"),
+    ("POST /v1/chat/completion", "POST /v1/chat/completions"), ("GET /v1/chat/completions", "POST /v1/chat/completions"),
+    ("POST /v1/chat/completions/", "POST /v1/chat/completions"), ("POST /v1/health", "GET /health"),
+    ("GET /pipes", None), ("GET /v1/files", None), ("POST /" + "v1/chat/completions" * 1000, None)])
+def test_what_was_meant_by_a_path(port, monkeypatch, asked, meant):
+    """The first of these is the commonest slip: a base address without /v1. Another card would serve /pipes."""
+    monkeypatch.setattr(qengine.Engine, "counts_pipes", False)
+    method, path = asked.split()
+    answer = send(port, method, path)
+    assert_error(answer, 405 if meant and meant.endswith(f" {path}") else 404)
+    end = f": did you mean {meant}?" if meant else "; /openapi.json says what is"
+    assert answer[2]["error"]["message"] == f"{method} {path[:80]} is not served{end}"
 
 
 def test_a_body_too_large(port):
