@@ -383,6 +383,37 @@ def test_tables_lists_quotes_and_links(page):
     assert answer.locator("s").inner_text() == "not done" and answer.locator("img").count() == 0
 
 
+SHOW = "text => showText(document.getElementById('turns').appendChild(el('div', {class: 'text'})), text, true)"
+
+
+def test_tasks(page):
+    page.evaluate(SHOW, "- [x] done\n- [ ] **to** do\n\n  [x] more\n- [y] no task\n\n[x] nor this\n\n1. [X] first")
+    shown = page.locator("#turns")
+    assert shown.locator("li").all_inner_texts() == ["☑ done", "☐ to do\n\n[x] more", "[y] no task", "☑ first"]
+    assert shown.locator("li").evaluate_all("all => all.map(li => getComputedStyle(li).listStyleType)") == [
+        "none", "none", "disc", "none"]
+    expect(shown).to_contain_text("[x] nor this")
+
+
+def test_long_cells_of_narrow_tables_scroll(open_page):
+    page = open_page(width=390)
+    page.evaluate(SHOW, "|a|b|c|\n|-|-|-|\n|abcdefghijklmn|opqrstuvwxyzab|" + "a word " * 20 + "|")
+    *short, long = (cell.bounding_box()["width"] for cell in page.get_by_role("cell").all())
+    assert max(short) < 192 <= long
+    assert page.evaluate("document.documentElement.scrollWidth") == 390
+
+
+@pytest.mark.parametrize("width", [390, 1280])
+def test_formulas_are_not_cut(open_page, width):
+    page = open_page(width=width)
+    tex = r"$$\nabla_\theta \mathcal{L} = \mathbb{E}\left[\sum_{t=0}^{T} \nabla_\theta \log \pi(a_t)\right]$$"
+    page.evaluate(SHOW, tex)
+    box = page.locator("div.math")
+    assert box.evaluate("box => box.scrollHeight <= box.clientHeight")
+    assert box.evaluate("box => box.querySelector('munderover, msubsup').getBoundingClientRect().top "
+                        ">= box.getBoundingClientRect().top")
+
+
 def test_code_has_its_language_colours_and_a_copy_button(page):
     say(page, "rich")
     code = answers(page).get_by_role("figure")
@@ -1047,6 +1078,16 @@ def test_a_phone_needs_no_scrolling_sideways(open_page, engine):
         assert box["x"] >= 0 and box["x"] + box["width"] <= 390
 
 
+def test_a_thumb_meets_the_buttons_of_a_phone(open_page):
+    page = open_page(width=390, is_mobile=True, has_touch=True)
+    say(page, "markdown")
+    chats(page)
+    small = page.evaluate("""[...document.querySelectorAll("button")].filter(e => e.checkVisibility())
+        .map(e => [e.textContent, e.getBoundingClientRect()]).filter(([, box]) => box.width < 32 || box.height < 32)
+        .map(([text, box]) => [text, box.width, box.height])""")
+    assert small == []
+
+
 def test_light_and_dark(open_page):
     def brightness(page):
         colour = page.locator("body").evaluate("e => getComputedStyle(e).backgroundColor")
@@ -1128,7 +1169,7 @@ def test_an_answer_that_was_not_counted_says_so(page):
     button(page, "Pipes").click()
     say(page, "hello")
     meter, bar = page.get_by_role("region", name="Pipes of the card"), page.get_by_role("img", name="integer 60 %")
-    expect(meter.get_by_text("No step of this answer was counted: it was over too soon.")).to_be_visible()
+    expect(meter.get_by_text("No step of this answer was counted: it was over too soon. Ask again.")).to_be_visible()
     expect(bar).not_to_be_visible()
     told.append(PIPES | {"seconds_ago": 60})                    # of another answer, before this one
     say(page, "another")

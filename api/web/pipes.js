@@ -5,7 +5,7 @@ const HUES = {dp4a: 190, dp2a: 205, imad: 220, fp32: 35, ffma: 15, half2: 330, h
   conversion: 65, shuffle: 130, vote: 145, shared: 280, global: 300, local: 310, atomic: 320, barrier: 0, branch: 110};
 
 const WAITING = "Waiting for a step that is counted. The first time, what counts is compiled, for some seconds.";
-const MISSED = "No step of this answer was counted: it was over too soon.";
+const MISSED = "No step of this answer was counted: it was over too soon. Ask again.";
 const awaited = new Set();              // the answers of which a count is wanted, and none is there yet
 
 /** The meter of one answer. `update(message)` shows what /pipes said while the answer was written. */

@@ -10,6 +10,21 @@ const markdown = markdownit({html: false, linkify: true}).disable("image");     
 markdown.linkify.set({fuzzyLink: false, fuzzyEmail: false});
 markdown.validateLink = url => /^(https?:\/\/|mailto:)/i.test(url);
 
+const LONG_CELL = 40;               // letters, from which on a cell of a table is not made narrow
+
+/** Marks items that begin with [ ] or [x], and long cells. */
+function mark({tokens}) {
+  tokens.forEach(({type, content, children}, i) => {
+    if (type !== "inline") return;
+    if (tokens[i - 1].type === "td_open" && content.length > LONG_CELL) tokens[i - 1].attrSet("class", "long");
+    const box = tokens[i - 2]?.type === "list_item_open" && content.match(/^\[([ x])\] /i)?.[1];
+    if (!box) return;
+    tokens[i - 2].attrSet("class", "task");
+    children[0].content = children[0].content.replace(/^.../, box === " " ? "☐" : "☑");
+  });
+}
+markdown.core.ruler.push("mark", mark);
+
 // ---- formulas ----------------------------------------------------------------------------------------------
 
 const FENCES = [["$$", "$$", true], ["\\[", "\\]", true], ["\\(", "\\)", false], ["$", "$", false]];
@@ -93,15 +108,15 @@ const NODES = {
   heading_open: token => el(`h${Math.min(6, Number(token.tag[1]) + 2)}`),         // the page's own title is above
   ordered_list_open: token => el("ol", {start: token.attrGet("start")}),
   link_open: token => el("a", {href: token.attrGet("href"), target: "_blank", rel: "noopener noreferrer"}),
-  th_open: cellNode, td_open: cellNode,
+  list_item_open: token => el("li", {class: token.attrGet("class")}), th_open: cellNode, td_open: cellNode,
 };
-for (const tag of ["p", "ul", "li", "blockquote", "table", "thead", "tbody", "tr", "strong", "em", "s"]) {
-  const type = {p: "paragraph", ul: "bullet_list", li: "list_item"}[tag] ?? tag;
+for (const tag of ["p", "ul", "blockquote", "table", "thead", "tbody", "tr", "strong", "em", "s"]) {
+  const type = {p: "paragraph", ul: "bullet_list"}[tag] ?? tag;
   NODES[`${type}_open`] = () => el(tag);
 }
 
 function cellNode(token) {
-  const cell = el(token.tag);
+  const cell = el(token.tag, {class: token.attrGet("class")});
   cell.style.textAlign = token.attrGet("style")?.match(/left|right|center/)?.[0] ?? "";
   return cell;
 }
