@@ -561,6 +561,14 @@ def test_settings_that_cannot_be_are_not_sent(page, engine):
     for label, value in (("Temperature", "3"), ("Top k", "1.5"), ("Tools", "{"), ("Tools", '{"a": 1}')):
         page.get_by_label(label).fill(value)
         expect(page.get_by_label(label)).to_have_attribute("aria-invalid", "true")
+        expect(page.get_by_role("dialog").get_by_role("status")).to_have_text(        # at once, not only with Done
+            "Value must be less than or equal to 2." if label == "Temperature" else re.compile("."))
+        assert page.get_by_label(label).evaluate("e => getComputedStyle(e).borderColor") == \
+            page.get_by_role("dialog").get_by_role("status").evaluate("e => getComputedStyle(e).color")
+        expect(page.get_by_label(label)).to_be_focused()
+        if label != "Tools":
+            page.get_by_label(label).fill("1")
+            expect(page.get_by_role("dialog").get_by_role("status")).to_have_text("")
     page.keyboard.press("Escape")
     say(page, "hello")
     expect(answers(page)).to_contain_text("You said hello.")

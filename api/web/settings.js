@@ -16,6 +16,7 @@ function makeSettings() {
     field.addEventListener("input", () => {
       if (name === "tools") field.setCustomValidity(isToolList(field.value) ? "" : "This is no JSON list.");
       field.setAttribute("aria-invalid", !field.validity.valid);
+      $("mistake").textContent = FIELDS.map($).find(each => !each.validity.valid)?.validationMessage ?? "";
       const value = field.type === "number" ? field.valueAsNumber : field.value.trim();
       set(name, !field.validity.valid || value === "" || Number.isNaN(value) ? undefined : value);
     });
