@@ -1412,15 +1412,16 @@ class Pipeline:
         self.slowest = slowest_seconds([stage.costs for stage in stages])
         self.gallery = stages[0].gallery
 
-    def load_kernels(self, progress: bool):
+    def load_kernels(self, tell=None):
         """Load the kernels that any prompt and any answer will run. Card by card: what was compiled for the first card
-        is there for all. The calling thread compiles, not a worker, so that Ctrl-C can end it."""
+        is there for all. The calling thread compiles, not a worker, so that Ctrl-C can end it. With a `tell` there is
+        a bar of progress, or where stderr is no terminal, tell(sentence) is called."""
         for stage in self.stages:
             worker, needed = stage.worker, stage.worker.ask(stage.needed_kernels).result()
             with tqdm.tqdm(desc="compiling kernels", total=len(needed), unit="kernel", leave=False,
-                           disable=not progress or None) as bar:
-                tell = note if progress and bar.disable else lambda sentence: None      # stderr is no terminal
-                stage.card.compile_kernels(needed, lambda name: (bar.set_postfix_str(name), bar.update()), tell)
+                           disable=None if tell else True) as bar:
+                stage.card.compile_kernels(needed, lambda name: (bar.set_postfix_str(name), bar.update()),
+                                           tell if bar.disable else None)
             for kernel in needed:
                 worker.ask(stage.card.load_kernel, *kernel).result()
             worker.ask(stage.record).result()
@@ -2231,7 +2232,7 @@ class Engine(TextOnly, TextEngine):
         with self.scheduler.between_steps():
             check = own_products.error_of if approximate else own_products.check_product
             errors = self.pipeline.use(gemv, gemm, check)
-            self.pipeline.load_kernels(progress=False)
+            self.pipeline.load_kernels()
             self.pipe_meter.forget()
             self.scheduler.cache.clear()            # what is kept was computed by other kernels
             self.pipeline.gallery.clear()
@@ -2350,7 +2351,7 @@ def load(model: str | Path | OpenModel = DEFAULT_MODEL, card: str | Card | list[
     sizes = choose_sizes(stages, demand)
     try:
         pipeline = Pipeline(stages, sizes)
-        pipeline.load_kernels(progress)
+        pipeline.load_kernels(note if progress else None)
     except BaseException as error:
         stop_all([stage.worker for stage in stages], error)
         raise

@@ -634,11 +634,11 @@ class Card:
         finally:
             del self._collecting[thread]
 
-    def compile_kernels(self, needed, on_done=lambda name: None, tell=lambda sentence: None):
+    def compile_kernels(self, needed, on_done=lambda name: None, tell=None):
         """Compiles those of the kernels in `needed` (from `collecting`) that no cache has, and fills the caches.
 
         Several processes share the work if many are missing. on_done(name) is called for each kernel, tell(sentence)
-        before and after the work, if there is any. All this needs processors only, not the card.
+        before and after they are compiled, if there is a `tell`. All this needs processors only, not the card.
         """
         jobs = {}
         for types, block in needed:
@@ -649,8 +649,7 @@ class Card:
         for types, block in needed:
             if (types, block) not in jobs:
                 on_done(types[0].__name__)
-        if not jobs:
-            return
+        tell = jobs and tell or (lambda sentence: None)
         began, kernels = time.perf_counter(), f"{len(jobs)} kernel{'s' * (len(jobs) > 1)}"
         tell(f"compiling {kernels}, which may take minutes; later starts find what is compiled now")
         if len(jobs) >= WORTH_WORKERS and workers.own_processors() > 1:

@@ -363,7 +363,7 @@ def test_unknown_paths_and_methods(port):
 
 @pytest.mark.parametrize("asked, meant", [
     ("POST /chat/completions", "POST /v1/chat/completions"), ("POST /v1/v1/messages", "POST /v1/messages"),
-    ("POST /v1/chat/completion", "POST /v1/chat/completions"), ("GET /v1/chat/completions", "POST /v1/chat/completions"),
+    ("POST /v1/chat/completion", "POST /v1/chat/completions"), ("GET /v1/completions", "POST /v1/completions"),
     ("POST /v1/chat/completions/", "POST /v1/chat/completions"), ("POST /v1/health", "GET /health"),
     ("GET /pipes", None), ("GET /v1/files", None), ("POST /" + "v1/chat/completions" * 1000, None)])
 def test_what_was_meant_by_a_path(port, monkeypatch, asked, meant):
