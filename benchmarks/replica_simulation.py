@@ -133,7 +133,7 @@ class Job:
         self.came, self.n_prompt, self.n_answer, self.marks = came, n_prompt, n_answer, marks
         self.beginnings = [marks[n_shared - 1], marks[-1]]
         self.n_cached, self.left, self.first = 0, None, None
-        self.n_unspared = 0                     # that the Table counts
+        self.opened = None                      # what the Table counts for it
 
 
 class Card:
@@ -169,11 +169,12 @@ class Card:
     def post(self, when: float, job: Job | None):
         heapq.heappush(self.events, (when, next(self.numbers), self, job))
 
-    def end_pass(self, now: float):
+    def end_pass(self, now: float, has_read):
         (job, n), self.passing = self.passing, None
         job.left -= n
         if not job.left:
             self.prompts.remove(job)
+            has_read(job.opened)
             job.first, end = now, now + job.n_answer * STEP
             self.wrote += max(0.0, end - max(now, self.writes_until))
             self.writes_until = max(self.writes_until, end)
@@ -204,11 +205,11 @@ def simulate(way: str, n_replicas: int, n: int, shape: float = 0.5, work: Worklo
         while events and events[0][0] <= until:
             now, _, card, job = heapq.heappop(events)
             if job is None:
-                card.end_pass(now)
+                card.end_pass(now, table.has_read)
                 continue
             card.end(job, now)
             if way == "table":
-                table.give_back(card.id, job.marks, job.n_unspared)
+                table.give_back(job.opened)
                 table.report(card.id, None, None, None, list(card.kept))
 
     seconds = n / work.rate(n_replicas)
@@ -217,7 +218,7 @@ def simulate(way: str, n_replicas: int, n: int, shape: float = 0.5, work: Worklo
         began = time.perf_counter()
         if way == "table":
             card = by_id[table.rank(job.marks, ids)[0]]
-            job.n_unspared = table.take(card.id, job.marks)
+            job.opened = table.take(card.id, job.marks)
         elif way == "fewest":
             card = min(cards, key=lambda one: (one.n_open, rng.random()))
         else:
@@ -244,7 +245,7 @@ def plot(rows: list[dict], path: str):
     """Cached tokens, the wait for the first token and the front's share, on light and dark pages."""
     import matplotlib
     matplotlib.use("svg")
-    from matplotlib import pyplot
+    from matplotlib import pyplot, ticker
     grey = "#888888"
     with pyplot.rc_context({"text.color": grey, "axes.labelcolor": grey, "xtick.color": grey, "ytick.color": grey,
                             "axes.edgecolor": grey, "svg.hashsalt": "replicas"}):
@@ -266,9 +267,11 @@ def plot(rows: list[dict], path: str):
             axes.title.set_color(grey)
             axes.patch.set_alpha(0)
             axes.grid(alpha=0.3)
-        middle.set_yscale("log")
-        right.set_yscale("log")
-        middle.legend(frameon=False, fontsize=7)
+        for axes in middle, right:
+            axes.set_yscale("log")
+            axes.yaxis.set(major_locator=ticker.LogLocator(subs=(1, 2, 3, 5)), minor_locator=ticker.NullLocator(),
+                           major_formatter=ticker.StrMethodFormatter("{x:g}"))
+        figure.legend(*middle.get_legend_handles_labels(), loc="outside lower center", ncols=6, frameon=False)
         figure.savefig(path, transparent=True, metadata={"Date": None})
 
 

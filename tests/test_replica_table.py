@@ -85,22 +85,38 @@ def test_a_request_goes_where_most_is_cached():
 
 def test_a_prompt_that_is_on_its_way_counts():
     one = table_of("a", "b")
-    assert one.take("a", [7, 8, 9]) == one.take("b", [1, 2, 3]) == 3 * PAGE_TOKENS
+    opened = one.take("a", [7, 8, 9]), one.take("b", [1, 2, 3])
+    assert [each.n_unread for each in opened] == [3 * PAGE_TOKENS] * 2
     assert one.rank([1, 2, 3], "ab")[0] == "b" and one.rank([7, 8, 9], "ab")[0] == "a"
-    one.give_back("a", [7, 8, 9], 3 * PAGE_TOKENS)
-    one.give_back("b", [1, 2, 3], 3 * PAGE_TOKENS)
+    for each in opened:
+        one.give_back(each)
     assert one.n_spared("b", [1, 2, 3]) == 0 and one.holders == {}
 
 
 def test_who_reads_a_long_prompt_is_left_alone():
     one, long = table_of("a", "b"), list(range(100, 150))
     one.report("a", None, None, None, [1, 2, 3])
-    n_unspared = one.take("a", long)
-    assert n_unspared == 50 * PAGE_TOKENS and one.rank([1, 2, 3], "ab")[0] == "b"
-    one.give_back("a", long, n_unspared)
+    opened = one.take("a", long)
+    assert opened.n_unread == 50 * PAGE_TOKENS and one.rank([1, 2, 3], "ab")[0] == "b"
+    one.has_read(opened)                        # it goes on to answer
     assert one.rank([1, 2, 3], "ab")[0] == "a"
+    one.give_back(opened)
+    assert one.replicas["a"].n_unread == one.replicas["a"].n_open == 0
     one.report("a", None, None, None, [1, 2, 3, long[40]])
-    assert one.take("a", long) == 9 * PAGE_TOKENS       # the others are spared
+    assert one.take("a", long).n_unread == 9 * PAGE_TOKENS      # the others are spared
+
+
+def test_what_was_not_counted_is_not_taken_away():
+    """Requests at a replica that is not known yet, or that was forgotten and has come back."""
+    one = table_of("a")
+    early = one.take("b", [1])
+    one.see(["a", "b"])
+    late = one.take("a", [1, 2])
+    one.forget("a")
+    one.see(["a", "b"])
+    for each in early, late:
+        one.give_back(each)
+    assert [(each.n_open, each.n_unread) for each in one.listed()] == [(0, 0)] * 2 and one.holders == {}
 
 
 def test_short_beginnings_do_not_gather_all_requests():
@@ -147,9 +163,9 @@ def test_who_comes_and_goes():
     one = table_of("a", "b")
     assert one.see(["b", "c"]) == (["c"], ["a"]) and one.see(["b", "c"]) == ([], [])
     assert {each.id: each.state for each in one.listed()} == {"a": "leaving", "b": "up", "c": "starting"}
-    one.take("a", [1])
+    opened = one.take("a", [1])
     one.forget("a")
-    one.give_back("a", [1], 64)                 # comes late
+    one.give_back(opened)                       # comes late
     assert one.holders == {} and "a" not in one.replicas
 
 
@@ -182,19 +198,21 @@ def test_the_account_is_right_whatever_happens():
         if rng.random() < 0.5 or not open_:
             marks = rng.choices(range(30), k=rng.randint(0, 6))
             id = one.rank(marks, ids)[0]
-            open_.append((id, marks, one.take(id, marks)))
+            open_.append(one.take(id, marks))
+        elif rng.random() < 0.3:
+            one.has_read(rng.choice(open_))
         elif rng.random() < 0.8:
-            one.give_back(*open_.pop(rng.randrange(len(open_))))
+            one.give_back(open_.pop(rng.randrange(len(open_))))
         else:
             one.report(rng.choice(ids), None, None, None, rng.sample(range(30), rng.randint(0, 9)))
     for each in one.listed():
-        assert each.n_open == sum(id == each.id for id, *_ in open_)
-        assert each.n_unspared == sum(n for id, _, n in open_ if id == each.id)
-    for each in open_:
-        one.give_back(*each)
+        assert each.n_open == sum(opened.replica is each for opened in open_)
+        assert each.n_unread == sum(opened.n_unread for opened in open_ if opened.replica is each)
+    for opened in open_:
+        one.give_back(opened)
     for id in ids:
         one.report(id, None, None, None, [])
-    assert one.holders == {} and all(each.n_open == each.n_unspared == 0 for each in one.listed())
+    assert one.holders == {} and all(each.n_open == each.n_unread == 0 for each in one.listed())
 
 
 # ---- on the wire ---------------------------------------------------------------------------------------------------

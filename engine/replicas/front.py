@@ -172,12 +172,11 @@ class Link:
                 return
             self._leave(job)
             job.replica, job.sent_after = replica, time.perf_counter() - job.started
-            job.n_unspared = self.table.take(replica, job.marks)
+            job.opened = self.table.take(replica, job.marks)
 
     def _leave(self, job: RemoteJob):
-        if job.replica is not None:
-            self.table.give_back(job.replica, job.marks, job.n_unspared)
-            job.replica = None
+        self.table.give_back(job.opened)
+        job.replica = job.opened = None
 
     # ---- the loop: answers --------------------------------------------------------------------------------------
 
@@ -353,6 +352,8 @@ class Link:
                                "tokens: ask again")
             return
         job.begun.set()
+        if told:
+            self.table.has_read(job.opened)
         if end is None:
             return
         if end[0] == WHOLE:

@@ -16,6 +16,7 @@ from engine.pooling import TextsJob, TextsRequest
 from engine.request import Answer, Delta, EngineStopped, Request
 from engine.speculate import Drafts
 
+from .table import Opened
 from .wire import COUNTS, TIMES
 
 MOST_LOST = 3               # replicas that an answer may lose before it ends; a request may be what kills them
@@ -46,7 +47,7 @@ class RemoteJob:
     def __init__(self, link, marks=()):
         self.id, self.link, self.marks = next(_ids), link, marks
         self.replica: str | None = None         # the id of the one that computes it, once that is known
-        self.n_unspared = 0                     # tokens of its prompt that this replica did not have
+        self.opened: Opened | None = None       # what the table counts for it there
         self.sent_after = 0.0                   # seconds from `started` until that was chosen
         self.tries: list[Try] = []              # those that have failed
         self.n_again = 0                        # Deltas or rows that this try has given

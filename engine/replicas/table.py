@@ -49,7 +49,7 @@ class Replica:
     reason: str | None = None                       # why its engine has stopped
     kept: frozenset[int] = frozenset()              # marks that it has reported
     n_open: int = 0
-    n_unspared: int = 0                             # tokens of what is open there that it did not have
+    n_unread: int = 0                               # tokens that it has to read of prompts that are open there
     is_leaving: bool = False                        # Ray Serve sends it nothing more
     is_silent: bool = False                         # nothing has come from it for long
     is_foreign: bool = False                        # it has a model with another vocabulary than the front's
@@ -69,6 +69,16 @@ class Replica:
         if self.is_foreign:
             return "foreign"
         return "failed" if self.reason else "up" if self.facts else "starting"
+
+
+@dataclass(eq=False)
+class Opened:
+    """A request that is open at a replica. n_unread: tokens of its prompt that the replica did not have, until they are
+    read."""
+
+    replica: Replica
+    marks: Sequence[int]
+    n_unread: int
 
 
 class Table:
@@ -177,7 +187,7 @@ class Table:
             def worth(at: int):
                 one = able[at]
                 is_full = one.n_open >= max(one.n_slots, limit)
-                n_tokens = one.n_unspared + AWAY * one.n_open - spared.get(one.id, 0)
+                n_tokens = one.n_unread + AWAY * one.n_open - spared.get(one.id, 0)
                 return is_full, n_tokens, one.n_open / one.n_slots, (at + self.n_turns) % len(able)
 
             return [able[at].id for at in sorted(range(len(able)), key=worth)]
@@ -194,23 +204,31 @@ class Table:
                 found[id] = n * PAGE_TOKENS
         return found
 
-    def take(self, id: str, marks: Sequence[int]) -> int:
-        """A request with this prompt is sent to a replica. Returns how many of its tokens are not spared there."""
+    def take(self, id: str, marks: Sequence[int]) -> Opened | None:
+        """A request with this prompt is sent to a replica. None where the replica is not one of these."""
         with self.lock:
-            n_unspared = len(marks) * PAGE_TOKENS - self._spared(marks).get(id, 0)
-            if one := self.replicas.get(id):
-                one.n_open += 1
-                one.n_unspared += n_unspared
-                self._hold(id, marks)
-            return n_unspared
+            if (one := self.replicas.get(id)) is None:
+                return None
+            opened = Opened(one, marks, len(marks) * PAGE_TOKENS - self._spared(marks).get(id, 0))
+            one.n_open += 1
+            one.n_unread += opened.n_unread
+            self._hold(id, marks)
+            return opened
 
-    def give_back(self, id: str, marks: Sequence[int], n_unspared: int):
-        """It has ended there. n_unspared: as `take` has given it."""
+    def has_read(self, opened: Opened | None):
+        """The prompt is read: its answer has begun."""
+        if opened is not None and opened.n_unread:
+            with self.lock:
+                opened.replica.n_unread -= opened.n_unread
+                opened.n_unread = 0
+
+    def give_back(self, opened: Opened | None):
+        """It has ended there. A replica that was forgotten since then may be there anew: it is another one."""
+        self.has_read(opened)
         with self.lock:
-            if one := self.replicas.get(id):
-                one.n_open -= 1
-                one.n_unspared -= n_unspared
-                self._unhold(id, marks)
+            if opened is not None and self.replicas.get(opened.replica.id) is opened.replica:
+                opened.replica.n_open -= 1
+                self._unhold(opened.replica.id, opened.marks)
 
     # ---- what they count ------------------------------------------------------------------------------------
 

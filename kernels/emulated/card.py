@@ -37,7 +37,7 @@ from kernels.emulated import native
 from kernels.emulated.cards import CARDS
 from kernels.emulated.ptx import Unsupported
 from kernels.emulated.translate import Translator
-from kernels.emulated.watching import Stoppable, Stopped, execute, stop
+from kernels.emulated.watching import Stoppable, Stopped, execute, here, stop
 from kernels.workers import usable_processors
 
 GAP = 64 << 10                                           # bytes around each array of a checked card
@@ -391,7 +391,7 @@ class EmulatedStream(Stream):
         try:
             self._run_until(position)
         except KeyboardInterrupt:
-            stop()
+            stop(self)
             raise
 
     def _run_until(self, position):
@@ -434,6 +434,7 @@ class EmulatedStream(Stream):
             if type(operations[0]) is Launch:
                 while len(operations) < min(most, MOST_LAUNCHES) and type(self._queue[0]) is Launch:
                     operations.append(self._queue.popleft())
+            here.owner = self
             self.card.run(operations)
         finally:                                         # also at Ctrl-C
             self.done += len(operations)                 # not earlier, because others go on when `done` says so

@@ -13,9 +13,10 @@ kind: flags, READ to COPY. mask: the running lanes. shared: where the block's sh
 translations keep their records without locks, so they run on one thread.
 """
 
+import contextlib
 import ctypes
 import threading
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numba import njit, types
@@ -56,13 +57,33 @@ class Stoppable(Translator):
         return [*super()._body(), "stopped:", "  ret i32 -1"]
 
 
-_flags = set()                                          # addresses of the flags of kernels that run now
+here = threading.local()                # .owner: the stream for which this thread runs kernels
+_runs = set()                           # the _Run of all that runs now
+_changed = threading.Condition()        # guards _runs and the flags
 
 
-def stop():
-    """Ends what `execute` runs now, in any thread."""
-    for flag in list(_flags):
-        ctypes.c_int32.from_address(flag).value = 1
+@dataclass(eq=False)
+class _Run:
+    """Kernels that run for a stream. flags: addresses of @stop in their machine code, of which there is one for all
+    runs of a kernel. is_stopped: `stop` was called for this run."""
+
+    owner: object
+    flags: set[int]
+    is_stopped: bool = False
+
+
+def _set(flags: set[int], value: int):
+    for flag in flags:
+        ctypes.c_int32.from_address(flag).value = value
+
+
+def stop(owner):
+    """Ends what `execute` runs now for this stream, in any thread."""
+    with _changed:
+        for run in _runs:
+            if run.owner is owner:
+                run.is_stopped = True
+                _set(run.flags, 1)
 
 
 def execute(launches, n_workers):
@@ -71,48 +92,55 @@ def execute(launches, n_workers):
     another thread."""
     flags = {launch.code.variable("stop") for launch in native.in_order(launches)
              if issubclass(launch.code.kernel.translator, Stoppable)}
+    run = _Run(getattr(here, "owner", None), flags)
     if not flags:
         native.execute(launches, n_workers)
     elif threading.current_thread() is threading.main_thread():
-        _execute_elsewhere(launches, n_workers, flags)
+        _execute_elsewhere(launches, n_workers, run)
     else:
-        _execute(launches, n_workers, flags)
+        _execute(launches, n_workers, run)
 
 
-def _execute_elsewhere(launches, n_workers, flags):
+def _execute_elsewhere(launches, n_workers, run):
     failed = []
 
-    def run():
+    def work():
         try:
-            _execute(launches, n_workers, flags)
+            _execute(launches, n_workers, run)
         except Exception as error:
             failed.append(error)
 
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
+    thread = threading.Thread(target=work, daemon=True)
     try:
+        thread.start()
         thread.join()
     except KeyboardInterrupt:
-        while thread.is_alive():                        # it may not have begun yet
-            stop()
-            thread.join(0.01)
+        while thread.is_alive():
+            with contextlib.suppress(KeyboardInterrupt):    # once more does not make it quicker
+                stop(run.owner)                             # again: it may not have begun before
+                thread.join(0.01)
         raise
     if failed:
         raise failed[0]
 
 
-def _execute(launches, n_workers, flags):
-    _flags.update(flags)
+def _execute(launches, n_workers, run):
+    with _changed:          # the flags of a kernel that is being stopped would stop this one, too
+        _changed.wait_for(lambda: not any(other.is_stopped and other.flags & run.flags for other in _runs))
+        _runs.add(run)
     try:
         native.execute(launches, n_workers)
     except native.KernelFault as fault:
-        if any(ctypes.c_int32.from_address(flag).value for flag in flags):
+        if run.is_stopped:
             raise Stopped(f"{fault}, by Ctrl-C") from None
+        if any(ctypes.c_int32.from_address(flag).value for flag in run.flags):
+            raise native.KernelFault(f"{fault}, by Ctrl-C at another card that runs the same kernel") from None
         raise
     finally:
-        for flag in flags:
-            _flags.discard(flag)
-            ctypes.c_int32.from_address(flag).value = 0
+        with _changed:
+            _runs.discard(run)
+            _set(run.flags.difference(*(other.flags for other in _runs)), 0)
+            _changed.notify_all()
 
 
 # ---- kernels that are watched ------------------------------------------------------------------------------

@@ -81,6 +81,55 @@ def test_interrupts_end_kernels_of_readers(tmp_path, when):
     assert done.stdout == 6 * "interrupted\n" + "on\n", done.stderr
 
 
+TWO = PROGRAM[:PROGRAM.index("card = ")] + '''
+@cuda.jit
+def long(y, n):
+    """A second or more on any processor."""
+    for _ in range(n):
+        y[uint32(cuda.threadIdx.x)] += uint32(1)
+
+@cuda.jit
+def longer(y, n):
+    for _ in range(n):
+        y[uint32(cuda.threadIdx.x)] += uint32(1)
+
+a, b = EmulatedCard(0), EmulatedCard(1)
+own, other = {"same": (long, long), "another": (long, longer)}[sys.argv[1]]
+y, z = a.zeros(1, np.uint32), b.zeros(1, np.uint32)
+for kernel, array in (own, y), (other, z):
+    kernel[1, 1](array, 1)                  # compiled
+    array.card.synchronize()
+said = []
+
+def work():
+    try:
+        own[1, 1](y, 1_000_000_000)
+        said.append(int(a.download(y)[0]))
+    except Exception as error:
+        said.append(str(error))
+
+thread = threading.Thread(target=work)
+thread.start()
+other[1, 1](z, 1_000_000_000)
+interrupted(b.synchronize)
+thread.join()
+print(said[0])
+other[1, 1](z := b.zeros(1, np.uint32), 5)
+print(int(b.download(z)[0]))
+'''
+
+
+@pytest.mark.parametrize("kernels", ["same", "another"])
+def test_an_interrupt_falsifies_nothing_at_another_card(tmp_path, kernels):
+    """A kernel there goes on. Where it is the same one, it ends with an error if it was running."""
+    (tmp_path / "program.py").write_text(TWO)
+    done = subprocess.run([sys.executable, tmp_path / "program.py", kernels], capture_output=True, text=True,
+                          timeout=SECONDS, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    first, said, after = done.stdout.splitlines()
+    assert (first, after) == ("interrupted", "5"), done.stderr
+    assert said == "1000000001" or kernels == "same" and "by Ctrl-C at another card" in said
+
+
 def test_a_program_that_leaves_an_endless_kernel_can_be_ended(tmp_path):
     """At its end Python waits for what was queued; then Ctrl-C is heard, too."""
     program = re.sub(r"\ncard = (?s:.*)", '''
