@@ -123,7 +123,8 @@ def look(engine, prompt: str | list, at: str | list[str] = "logits", rows=None,
     [positions, hidden]; everything behind is computed from that. It is called once for each pass.
     pictures: of token ids, as a Request has them. template: `thinking` and `template_kwargs` of messages.
 
-    Raises RequestError for a name that the model does not have; ValueError where a patch changes the shape.
+    Raises RequestError for a name that the model does not have; ValueError where a patch changes the shape or returns
+    nothing.
     """
     ids, pictures = text_of(engine, prompt, then, pictures, template)
     wanted, patch = ([at] if isinstance(at, str) else list(at)), patch or {}
@@ -165,8 +166,8 @@ def check_names(config, wanted: list[str], patch: dict):
     for name in wanted:
         if name not in (*states, *of_heads, "logits"):
             raise RequestError("at", f"there is no {name!r}: embedding, layer 0 to {config.n_layers - 1}, logits, and "
-                                     "queries, keys, values and attention of the attention layers "
-                                     f"{', '.join(map(str, attention))}")
+                                     "queries, keys, values and attention of attention "
+                                     f"layer{'s' * (len(attention) > 1)} {', '.join(map(str, attention))}")
     for name in patch:
         if name not in states:
             raise RequestError("patch", f"{name!r} cannot be patched, only embedding and layer 0 to "
@@ -187,7 +188,10 @@ class Observer:
         n = len(positions)
         if name in self.patch:
             before = x.card.download(x[:n])
-            after = np.ascontiguousarray(self.patch[name](before, np.array(positions)), np.float32)
+            after = self.patch[name](before, np.array(positions))
+            if after is None:
+                raise ValueError(f"the patch of {name} returns nothing")
+            after = np.ascontiguousarray(after, np.float32)
             if after.shape != before.shape:
                 raise ValueError(f"the patch of {name} made {list(after.shape)} of {list(before.shape)}")
             x.card.copy_in(x[:n], after)

@@ -2,8 +2,10 @@
 wrong, and what they do to the text and to the speed. See `Engine.use`."""
 
 from dataclasses import dataclass
+from inspect import signature
 
 import numpy as np
+from numba.cuda.dispatcher import CUDADispatcher
 
 from engine.display import html_table
 from engine.request import Request
@@ -13,6 +15,7 @@ from kernels.card import Card
 
 QUESTION = "What is dp4a?"          # whose answer is compared, unless the reader has another one
 ANSWER_TOKENS, PROMPT_TOKENS = 48, 256      # of that answer at most, and of the prompts that are timed
+ARGUMENTS = "card", "y", "stride", "w", "x", "columns", "add"       # that a product is called with
 REPEATS = 3                         # of each measurement, of which the fastest counts
 
 
@@ -26,11 +29,23 @@ class Error:
     share: float
 
 
-def compared(card: Card, product, n: int, k: int, rows: int, add: bool) -> tuple[str, tuple]:
-    """What `q8_gemm.compare` gives, behind the shapes in words. ValueError if y has other numbers than results, or the
-    product wrote elsewhere, or is no function."""
+def check_arguments(product):
+    """Raises ValueError if a product is no function that takes what it is called with."""
     if not callable(product):
         raise ValueError(f"a product of yours is a function, and not {product!r}")
+    if isinstance(product, CUDADispatcher):
+        raise ValueError(f"{product.__name__} is a kernel; a product of yours is a function "
+                         f"({', '.join(ARGUMENTS)}) that launches it")
+    try:
+        signature(product).bind(*ARGUMENTS)
+    except TypeError as error:
+        raise ValueError(f"{product.__name__} is called with ({', '.join(ARGUMENTS)}): {error}") from error
+
+
+def compared(card: Card, product, n: int, k: int, rows: int, add: bool) -> tuple[str, tuple]:
+    """What `q8_gemm.compare` gives, behind the shapes in words. ValueError if y has other numbers than results, or the
+    product wrote elsewhere, or is no function of ARGUMENTS."""
+    check_arguments(product)
     where = f"a matrix of {n} x {k}, {rows} row{'s' * (rows > 1)} of x{', added to y' * add}"
     try:
         got, want, bound = q8_gemm.compare(card, n, k, rows, add, product)

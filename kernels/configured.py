@@ -3,11 +3,12 @@
 Numba's own `kernel[grid, block]` always launches on NVIDIA's current device and knows no Array of ours. Notebooks,
 and whoever knows Numba, should be able to write their usual line and run it on any card, emulated ones included.
 So `accept_configurations` replaces one method of Numba, `CUDADispatcher.__getitem__`, for the whole process. A launch
-whose arguments hold no Array still goes to Numba itself.
+whose arguments hold no Array still goes to Numba itself, on a machine that has an NVIDIA driver.
 
 Cards of both kinds call it when they are made: before there is a card there is no Array to launch with.
 """
 
+from numba.cuda import is_available
 from numba.cuda.dispatcher import CUDADispatcher
 
 from kernels.card import Array, LaunchError
@@ -16,7 +17,8 @@ from kernels.card import Array, LaunchError
 class Configured:
     """What `kernel[grid, block]` gives; a stream and the bytes of dynamic shared memory may follow the block.
 
-    Calling it with an Array among the arguments is `launch` on that array's card.
+    Calling it with an Array among the arguments is `launch` on that array's card. Raises LaunchError if there is none,
+    and no driver either with which Numba could launch.
     """
 
     def __init__(self, kernel, grid, block, stream=0, shared=0):
@@ -24,6 +26,9 @@ class Configured:
 
     def __call__(self, *args):
         array = next((value for value in args if type(value) is Array), None)
+        if array is None and not is_available():
+            raise LaunchError(f"{self.kernel.__name__}: none of its arguments is an array of a card, and a NumPy "
+                              "array x becomes one by card.upload(x)")
         if array is None:
             return self.kernel.configure(self.grid, self.block, self.stream, self.shared)(*args)
         if array.card is None:

@@ -15,12 +15,14 @@ import ctypes
 import dis
 import functools
 import html
+import inspect
 import io
 import linecache
 import os
 import re
 import sys
 import time
+import traceback
 from numbers import Real
 from pathlib import Path
 from types import FunctionType
@@ -196,7 +198,7 @@ def predict(what, guess, *more):
     guess = guess if choices or not more else ", ".join(map(str, (guess, *more)))
     wanted = f"one of {', '.join(map(repr, choices))}" if choices else "a number"
     by_word = {str(choice).lower(): choice for choice in choices}
-    guess = by_word.get(str(guess).strip().lower(), guess) if choices else guess
+    guess = by_word.get(str(guess).strip().lower(), guess) if choices else _number_in(guess)
     fits = guess in choices if choices else (
         isinstance(guess, Real) and not isinstance(guess, bool) and abs(guess) < 1e15)      # a NaN is not
     if guess is not None and not fits:
@@ -210,12 +212,20 @@ def predict(what, guess, *more):
     return Prediction(what, guess if fits else None, choices, guess is not None and not fits)
 
 
+def _number_in(guess):
+    """The number that a text spells, "18"; anything else as it is."""
+    try:
+        return float(guess) if isinstance(guess, str) else guess
+    except ValueError:
+        return guess
+
+
 def reveal(prediction, found, unit=""):
     """Shows a prediction beside what was found: a number, or one of the choices."""
     answer, colour = f"{_show(found)} {unit}".strip(), GREY
     words = "Your prediction was refused." if prediction.is_refused else "You have made no prediction."
     if prediction.guess is not None:
-        colour, verdict = judge(prediction.guess, found, bool(prediction.choices))
+        colour, verdict = judge(prediction.guess, found, bool(prediction.choices), "%" in unit + prediction.what)
         words = f"You said {_show(prediction.guess)}. {verdict}"
     _box(colour, f"<b>{html.escape(prediction.what)}: {html.escape(answer)}.</b> {html.escape(words)}",
          f"{prediction.what}: {answer}. {words}")
@@ -227,8 +237,9 @@ def _stand_in(info):
         get_ipython().user_ns.setdefault(name, Prediction(name.replace("_", " "), None, (), False))
 
 
-def judge(said, found, is_choice=False):
-    """(colour, kind words) for a prediction beside what was found. is_choice: it was one of several."""
+def judge(said, found, is_choice=False, is_percent=False):
+    """(colour, kind words) for a prediction beside what was found. is_choice: it was one of several. is_percent: its
+    unit is per cent."""
     if isinstance(found, str):
         return (GREEN, "Right.") if said == found else (ORANGE, "It went the other way. The text below says why.")
     if is_choice:
@@ -242,8 +253,8 @@ def judge(said, found, is_choice=False):
         return GREEN, f"Close: {abs(said / found - 1):.0%} too {way}."
     if ratio <= 3:
         return BLUE, f"The right size, {ratio:.1f} times too {way}."
-    return ORANGE, (f"{ratio:,.0f} times too {way}: a surprise, and that is what predictions are for. "
-                    "Which factor is missing?")
+    factor = "Is it in per cent?" if is_percent and 80 < ratio < 125 else "Which factor is missing?"
+    return ORANGE, f"{ratio:,.0f} times too {way}: a surprise, and that is what predictions are for. {factor}"
 
 
 def _show(x):
@@ -427,6 +438,9 @@ def attempt(check, answer):
         check(_that_returns(answer))
         print("solved")
     except TypeError as error:
+        if "object is not callable" in str(error) and not callable(answer):
+            print(f"not right yet: a function is wanted, and {answer!r} is none")
+            return
         if "object is not subscriptable" not in str(error) or hasattr(answer, "__getitem__"):
             raise
         print("not right yet: a kernel is launched as kernel[blocks, threads](...); this is none. Is @cuda.jit above "
@@ -438,12 +452,17 @@ def attempt(check, answer):
 
 
 def _that_returns(answer):
-    """A plain function that says so when it returns nothing; anything else as it is."""
+    """A plain function that says so when it is called with other arguments than it has, or returns nothing; anything
+    else as it is."""
     if not isinstance(answer, FunctionType):
         return answer
 
     @functools.wraps(answer)
     def answered(*args, **settings):
+        try:
+            inspect.signature(answer).bind(*args, **settings)
+        except TypeError as error:
+            raise AssertionError(f"{answer.__name__} is called with {len(args)} arguments: {error}") from None
         result = answer(*args, **settings)
         assert result is not None, f"{answer.__name__} returns nothing: is there a `return`?"
         return result
@@ -482,6 +501,8 @@ def brief(error):
 
 PLAIN_WORDS = (             # what the compiler says -> what that means for the writer of a kernel
     (r"No conversion from .* to none for '\$\w+return_value", "a kernel returns nothing: it writes to an array"),
+    (r"liveness info missing for vars.*", "a loop never ends: does anything in it change its condition?"),
+    (r"typing\(\) missing \d+ required positional arguments?: (.*)", r"an argument is missing: \1"),
     (r"<function (shared|local)\.array .*", r"the shape of a \1 array is a constant, or a tuple of constants"),
     (r">>> .*\bnone\b.*", "nothing stands where a value is wanted: does a function lack its `return`?"),
     (r"(?:>>> |Cannot cast ).*?UniTuple\((\w+) x (\d+)\).*", r"\2 of \1 stand where one is wanted: which of them?"),
@@ -502,30 +523,47 @@ def _in_plain_words(said):
 
 
 def _place(error):
-    """(file, line) of the source at which the compiler stopped, or ("", 0). Numba's message does not always say it;
-    then one of the frames of the compiler does, or the code that names what there is not."""
-    said = re.search(r"at (\S+) \((\d+)\)", str(error))
-    if said:
-        return said[1], int(said[2])
+    """(file, line) of the reader's source at which the compiler stopped, or ("", 0). Numba's message does not always
+    say it; then one of the frames of the compiler does, or the code that names what there is not. Of a loop that never
+    ends it is the first line."""
+    for file, line in re.findall(r"at (\S+) \((\d+)\)", str(error)):
+        if _is_readers(file):
+            return file, int(line)
     found, trace = ("", 0), error.__traceback__
     while trace:
         names = trace.tb_frame.f_locals
         place = getattr(names.get("self"), "loc", None) or names.get("loc")
-        if getattr(place, "line", None) and getattr(place, "filename", "").endswith(".py"):
+        if getattr(place, "line", None) and _is_readers(getattr(place, "filename", "")):
             found = place.filename, place.line
         code = getattr(getattr(names.get("self"), "func_id", None), "code", None)
         unknown = re.search(r"name '(\w+)' is not defined", str(error))
         if unknown and code:
             line = next((step.positions.lineno for step in dis.get_instructions(code) if step.argval == unknown[1]), 0)
             found = (code.co_filename, line) if line else found
+        if "never ends" in _in_plain_words(str(error)) and "cfg" in names:
+            places = [statement.loc for loop in names["cfg"].loops().values() if not loop.exits
+                      for block in loop.body for statement in names["blocks"][block].body]
+            found = min(((place.filename, place.line) for place in places), default=found)
         trace = trace.tb_next
     return found
 
 
+def _is_readers(file):
+    """Whether a file is a cell's or the project's, none of a library."""
+    return file.endswith(".py") and "site-packages" not in file
+
+
+def _passes(trace, place):
+    """Whether an error has come through a file or folder of the project."""
+    return any(frame.filename.startswith(str(ROOT / place)) for frame in traceback.extract_tb(trace))
+
+
 def _show_briefly(shell, kind, error, trace, tb_offset=None):
     """An error about a kernel, as a cell that has failed shows it: without the frames of the compiler and the card. So
-    is what a check asserts in words."""
-    if not str(error):
+    is what a check asserts in words, why the engine refuses a product, and that *Interrupt* has ended a kernel."""
+    if kind is KeyboardInterrupt and _passes(trace, "kernels/emulated"):
+        error = KeyboardInterrupt("the kernels that ran were ended; what they have written until then remains")
+    if not str(error) or kind is ValueError and not _passes(trace, "engine/own_products.py"):
         return shell.showtraceback((kind, error, trace), tb_offset=tb_offset, running_compiled_code=True)
     lines = [f"{kind.__name__}: {brief(error)}"]
     shell._showtraceback(kind, error, lines)
@@ -533,6 +571,7 @@ def _show_briefly(shell, kind, error, trace, tb_offset=None):
 
 
 if get_ipython():
-    get_ipython().set_custom_exc((CompileError, LaunchError, AssertionError, NameError), _show_briefly)
+    get_ipython().set_custom_exc((CompileError, LaunchError, AssertionError, NameError, ValueError, KeyboardInterrupt),
+                                 _show_briefly)
     get_ipython().events.register("pre_run_cell", _stand_in)
     get_ipython().events.register("post_run_cell", _tell_disturbance)

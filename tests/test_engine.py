@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from llguidance import LLMatcher
+from numba import cuda
 
 import qengine
 from api.grammar import at_least
@@ -600,6 +601,18 @@ def test_products_are_functions(own_engine, product, approximate):
     with pytest.raises(ValueError, match=r"^a product of yours is a function, and not (3|'x')$"):
         own_engine.use(**product, approximate=approximate)
     assert own_engine.generate("one two", max_tokens=4)
+
+
+def test_products_take_seven_arguments(own_engine):
+    """A kernel does not, and what they are is said."""
+    @cuda.jit
+    def of_numba(y):
+        pass
+
+    for product, said in ((of_numba, "^of_numba is a kernel; .* that launches it$"),
+                          (lambda y, w, x: None, r"is called with \(card, y, stride, w, x, columns, add\): too many")):
+        with pytest.raises(ValueError, match=said):
+            own_engine.use(gemv=product)
 
 
 def test_approximate_products_are_measured(card):

@@ -201,7 +201,7 @@ def test_attention_on_a_picture(seeing):
 
 
 @pytest.mark.parametrize("arguments, said", [
-    ({"at": "attention 0"}, "^there is no 'attention 0': embedding, layer 0 to 3, logits, .* attention layers 3$"),
+    ({"at": "attention 0"}, "^there is no 'attention 0': embedding, layer 0 to 3, logits, .* attention layer 3$"),
     ({"at": ["layer 4"]}, "^there is no 'layer 4'"), ({"patch": {"logits": None}}, "^'logits' cannot be patched"),
     ({"rows": 3}, "^rows must be positions of the 150 tokens, as a list$"),
     ({"rows": [150]}, "^rows must be positions of the 150 tokens, as a list$")], ids=str)
@@ -221,4 +221,6 @@ def test_the_help_lists_the_names():
 def test_a_patch_of_another_shape(tiny):
     with pytest.raises(ValueError, match=r"^the patch of layer 1 made \[64, 2\] of \[64, 256\]$"):
         tiny.look(IDS, patch={"layer 1": lambda x, at: x[:, :2]})
+    with pytest.raises(ValueError, match=r"^the patch of layer 1 returns nothing$"):
+        tiny.look(IDS, patch={"layer 1": lambda x, at: None})
     assert tiny.look(IDS, "layer 0")["layer 0"].shape == (150, 256)

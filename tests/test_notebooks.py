@@ -30,7 +30,7 @@ from kernels.card import LaunchError
 from kernels.compile import CompileError
 from kernels.emulated.card import EmulatedCard
 from kernels.emulated.cards import CMP_100_210
-from kernels.intrinsics import load_words4
+from kernels.intrinsics import dp4a, load_words4
 
 FOLDER = Path(__file__).resolve().parents[1] / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
@@ -266,6 +266,11 @@ def test_a_choice_is_right_or_wrong(lab):
     assert lab.judge(10, 8, is_choice=True)[1].startswith("It is another one.")
 
 
+def test_a_share_in_place_of_per_cent(lab):
+    assert lab.judge(0.23, 23.5, is_percent=True)[1].endswith("Is it in per cent?")
+    assert lab.judge(23, 2300, is_percent=False)[1].endswith("Which factor is missing?")
+
+
 def test_predictions_that_are_none(lab, monkeypatch):
     """They are not taken, and the reader is asked again."""
     shown = []
@@ -276,8 +281,9 @@ def test_predictions_that_are_none(lab, monkeypatch):
         assert prediction.guess is None and prediction.is_refused
     assert all("please; yours is" in words for words in shown) and len(shown) == 9
     assert shown[4] == "how many? A number without commas, as 1234.5, please; yours is 71, 303, 168."
-    for guess, *more in ((3,), (np.float32(0.5),), (np.int64(4),), ("maybe", ["yes", "maybe"]), (8, [16, 8])):
-        assert lab.predict("how many", guess, *more).guess == guess
+    for guess, *more in ((3,), (np.float32(0.5),), (np.int64(4),), ("maybe", ["yes", "maybe"]), (8, [16, 8]),
+                         ("18",), ("1e3 ",)):
+        assert lab.predict("how many", guess, *more).guess == (guess if more else float(guess))
     assert lab.predict("which", " Maybe", ["yes", "maybe"]).guess == "maybe" and len(shown) == 9
     lab.reveal(prediction, 5)
     assert shown[-1] == "how many: 5. Your prediction was refused."
@@ -408,8 +414,30 @@ def test_slips_of_newcomers_are_told_in_plain_words(lab):
     def undecorated(y):
         y[uint32(0)] = of_python(y[uint32(0)])
 
+    @cuda.jit
+    def without_step(y):
+        for b in range(y.size):
+            i, total = 0, uint32(0)
+            while i < 8:
+                total += y[uint32(b + i)]
+            y[b] = total
+
+    @cuda.jit
+    def without_sum(y):
+        y[uint32(0)] = dp4a(y[uint32(0)], y[uint32(1)])
+
+    @cuda.jit
+    def sum_of_list(y):
+        parts = [y[uint32(0)], y[uint32(1)]]
+        y[uint32(0)] = sum(parts)
+
     card = EmulatedCard(0)
+    for kernel, line in (without_step, "while i < 8:"), (without_sum, "dp4a(y["), (sum_of_list, "sum(parts)"):
+        with pytest.raises(CompileError) as caught:
+            kernel[1, 1](card.zeros(8, np.uint32))
+        assert line in lab.brief(caught.value).splitlines()[1]
     for kernel, words in (
+            (without_step, "a loop never ends"), (without_sum, "an argument is missing: 'c'"),
             (returning, "a kernel returns nothing"), (open_shape, "the shape of a shared array is a constant"),
             (four_for_one, "4 of uint32 stand where one is wanted"), (list_of_python, "Unknown attribute"),
             (nothing_for_one, "does a function lack its `return`?"),
@@ -422,7 +450,7 @@ def test_slips_of_newcomers_are_told_in_plain_words(lab):
 
 WRONG_KERNELS = {
     "far": ("03_gemv", "cell-9", "wq[uint32(32 * block + j)]", "wq[uint32((32 * block + j) << uint32(12))]",
-            "gemv_thread (line 10), block (", "reads 1 bytes"),
+            "gemv_thread (line 10), block (", "reads 1 byte at"),
     "syncwarp": ("06_delta_rule", "cell-7", "cuda.syncwarp()\n        said", "said",
                  "gdn_token (line ", "a race with thread"),
     "name": ("03_gemv", "cell-9", "half_to_float(", "half_to_flaot(", "line 11, cannot be compiled", "half_to_flaot"),
@@ -449,6 +477,49 @@ def test_wrong_kernels_in_the_text_are_told(notebook, cell, right, wrong, place,
     shown = "\n".join(error.traceback)
     assert place in shown and what in shown and len(shown.splitlines()) <= 3, shown
     assert printed(changed.cells[-1]) == "alive\n"
+
+
+INTERRUPTED = """import lab, os, signal, threading
+import numpy as np
+from numba import cuda, uint32
+from kernels.open import open_cards
+
+@cuda.jit
+def endless(y, n):
+    b = uint32(0)
+    while b < n:
+        y[uint32(0)] += uint32(1)
+
+card = open_cards("emulated")[0]
+y = card.zeros(1, np.uint32)
+endless[1, 1](y, 1)
+threading.Timer(1, os.kill, (os.getpid(), signal.SIGINT)).start()
+card.synchronize()"""
+REFUSED = """from engine import own_products
+own_products.check_arguments(endless)"""
+
+
+@pytest.mark.parametrize("source, said", [(INTERRUPTED, "KeyboardInterrupt: the kernels that ran were ended"),
+                                          (REFUSED, "ValueError: endless is a kernel; a product of yours is a "),
+                                          ("int('x')", "Traceback")], ids=["interrupt", "product", "other"])
+def test_what_ends_a_cell_is_told_briefly(source, said):
+    """An interrupted kernel and a refused product, without the frames behind them; other errors as Python shows
+    them."""
+    cells = [nbformat.v4.new_code_cell(text) for text in (INTERRUPTED, source, "print('on')")]
+    nbclient.NotebookClient(nbformat.v4.new_notebook(cells=cells), timeout=SECONDS, allow_errors=True,
+                            resources={"metadata": {"path": str(FOLDER)}}).execute()
+    error, = [output for output in cells[1].outputs if output.output_type == "error"]
+    shown = "\n".join(error.traceback)
+    assert said in shown and ("Traceback" in said or len(shown.splitlines()) == 1), shown
+    assert printed(cells[2]) == "on\n"
+
+
+def test_arrays_of_numpy_are_refused_where_no_driver_is(monkeypatch):
+    """In a sentence that says what a kernel takes."""
+    monkeypatch.setattr("kernels.configured.is_available", lambda: False)
+    EmulatedCard(0)
+    with pytest.raises(LaunchError, match=r"^far_away: none of its arguments is an array of a .*card\.upload\(x\)$"):
+        far_away[1, 32](np.zeros(32, np.float32))
 
 
 def test_a_prediction_that_was_skipped_stops_nothing():
@@ -542,6 +613,11 @@ def test_attempts(lab, capsys):
     assert capsys.readouterr().out == "not right yet: <lambda> returns nothing: is there a `return`?\n"
     lab.attempt(lambda kernel: kernel[1, 32](), lambda: 4)
     assert capsys.readouterr().out.endswith("this is none. Is @cuda.jit above it?\n")
+    lab.attempt(check, lambda levels: 4)
+    assert capsys.readouterr().out == ("not right yet: <lambda> is called with 0 arguments: missing a required "
+                                       "argument: 'levels'\n")
+    lab.attempt(check, 4)
+    assert capsys.readouterr().out == "not right yet: a function is wanted, and 4 is none\n"
     lab.refuses(check, lambda: 5)
     with pytest.raises(RuntimeError):
         lab.refuses(check, lambda: 4)

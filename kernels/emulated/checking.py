@@ -446,7 +446,7 @@ class _Run:
         if error == ENDLESS:
             return (f"{head}: is still here after {MOST_ACCESSES:,} accesses and rounds: does the loop end?\n"
                     f"    line {line}: {source_line(self.file, line)}")
-        what = f"{_verb(text)} {nbytes} bytes at {address:#x}, {self.where(address, space)}"
+        what = f"{_verb(text)} {nbytes} byte{'s' * (nbytes > 1)} at {address:#x}, {self.where(address, space)}"
         if error == MISALIGNED:
             what += f": not a multiple of {nbytes}"
         elif error == RACE:
@@ -460,6 +460,8 @@ class _Run:
         who = f"a race with {'a copy of ' * (_verb(other_text) == 'copies')}thread {other}, which "
         at_once = other_access == access and _verb(text) == "writes"
         who += "writes there at the same time" if at_once else f"{_verb(other_text)} there in line {other_line}"
+        if line == other_line and not at_once and "(" in source_line(self.file, line):     # PTX does not say which
+            who += ", or in a device function that this line calls"
         return "\n    line ".join([who, *(f"{number}: {source_line(self.file, number)}"
                                         for number in dict.fromkeys((line, other_line)))])
 

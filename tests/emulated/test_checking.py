@@ -44,6 +44,26 @@ def passes(card, kernel, grid, block, *args, shared=0):
     card.synchronize()
 
 
+# ---- races in what a kernel calls --------------------------------------------------------------------------
+
+@cuda.jit(device=True, forceinline=True)
+def neighbour(x):
+    tile = cuda.shared.array(32, float32)
+    tile[cuda.threadIdx.x] = x
+    return tile[uint32(uint32(cuda.threadIdx.x) ^ uint32(1))]
+
+
+@cuda.jit
+def of_neighbours(y):
+    y[cuda.threadIdx.x] = neighbour(y[cuda.threadIdx.x])  # fault
+
+
+def test_a_race_in_a_device_function(checked):
+    """PTX has the line that calls it, and no other."""
+    message = fault(checked, of_neighbours, 1, 32, checked.zeros(32, np.float32))
+    assert "or in a device function that this line calls\n" in message
+
+
 # ---- loops that never end ----------------------------------------------------------------------------------
 
 @cuda.jit
