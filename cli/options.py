@@ -420,6 +420,9 @@ def check_options(parser: Parser, options):
         if options.ray and getattr(options, name):
             parser.error(f"{option_name(name)} is not for --ray, which has each model on replicas: -m NAME=FILE names "
                          "further ones" if name.endswith("model") else f"{option_name(name)} is not for --ray")
+    if options.replicas == (0, 0) and (options.ray == "local" or options.models):
+        parser.error("--replicas 0 ends the replicas of all models, on a cluster that runs: it takes no -m, and no "
+                     "--ray local")
     if bool(options.tls_cert) != bool(options.tls_key):
         parser.error("--tls-cert and --tls-key go together")
     if not all(each.source for each in options.models):

@@ -34,9 +34,9 @@ def load_replicas(options) -> Models:
     cluster = ray_cluster()
     wanted = open_models(options)
     each = options.each if is_several(options) else [options]
-    cluster.join(options.ray, cpus_for(each))
     served = []
     with cluster.said(options.ray), contextlib.ExitStack() as stack:
+        cluster.join(options.ray, cpus_for(each))
         for one, own in zip(wanted, each, strict=True):
             engine = replicated(one, own)
             stack.callback(engine.close)
@@ -48,8 +48,8 @@ def load_replicas(options) -> Models:
 def end_replicas(address: str) -> int:
     """Ends the replicas of all models on a cluster; returns the exit code. Raises RequestError."""
     cluster = ray_cluster()
-    cluster.join(address)
     with cluster.said(address):
+        cluster.join(address)
         found = [name for name in cluster.applications() if name.startswith(PREFIX)]
         for name in found:
             is_over = cluster.end(name)
@@ -74,6 +74,9 @@ def replicated(wanted: Wanted, options):
     """The engine whose replicas are those of a model."""
     from engine.replicas import cluster, files, front
     card, n_gpus = card_of(options.card, cluster.n_gpus())
+    if options.card is None:
+        qengine.note("a replica gets " + ("one GPU; --card cuda:0,1 gives it two" if n_gpus else
+                                          "an emulated card: no node of the cluster has a GPU now"))
     shares = Shares()
     offers = files.offered(files_of(wanted), shares.tell)
     arguments = {"source": str(wanted.model.source), "name": wanted.model.name, "kv": options.kv, "card": card,
@@ -129,7 +132,6 @@ class Waiting:
         if not self.is_told and time.monotonic() - self.busy > LONG:
             self.is_told = True
             qengine.note(self.late())
-
 
     def late(self) -> str:
         """The sentence; it names what may hold the cards."""
