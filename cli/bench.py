@@ -87,7 +87,7 @@ class Bench:
         if hits is not None:
             for stage in self.stages:
                 stage.worker.ask(make_up_experts, stage, hits).result()
-            self.pipeline.load_kernels(progress=False)
+            self.pipeline.load_kernels()
 
     # ---- what is timed ----
 

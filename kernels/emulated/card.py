@@ -437,6 +437,7 @@ class EmulatedStream(Stream):
             here.owner = self
             self.card.run(operations)
         finally:                                         # also at Ctrl-C
+            here.owner = None                            # it would keep this stream
             self.done += len(operations)                 # not earlier, because others go on when `done` says so
             for _ in operations if self.card.late else ():
                 self._given.popleft()

@@ -405,7 +405,7 @@ def test_bytes_of_one_word_are_places_of_their_own(checked):
 
     y = checked.zeros(128, np.uint8)
     passes(checked, single_bytes, 1, 128, y, 1)
-    assert "writes 1 bytes" in fault(checked, single_bytes, 1, 128, y, 0)
+    assert "writes 1 byte" in fault(checked, single_bytes, 1, 128, y, 0)
 
 
 @cuda.jit
