@@ -73,7 +73,7 @@ def join(address: str, n_cpus: int | None = None):
             ray.init(address=address, **quiet)
     except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
         raise RequestError("ray", f"no cluster of Ray answers at {address}, or RAY_AUTH_MODE is another one here: "
-                                  f"{str(error).splitlines()[0]}") from None
+                                  f"{in_a_line(error)}") from None
     logging.getLogger("ray.serve").setLevel(logging.ERROR)
     serve.start(proxy_location="Disabled", logging_config=logs())
 

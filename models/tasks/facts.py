@@ -82,15 +82,19 @@ def expanded(pattern: str) -> list[str]:
 
 
 def _read(table: dict) -> Fact:
-    def both(name):
-        return {lang: [_PARTICLE.sub(lambda match: format(Ko(match[1]), match[2]), question)
-                       for pattern in table.get(f"{name}_{lang}", ()) for question in expanded(pattern)]
+    def patterns(name):
+        return {lang: [[_PARTICLE.sub(lambda match: format(Ko(match[1]), match[2]), question)
+                        for question in expanded(pattern)] for pattern in table.get(f"{name}_{lang}", ())]
                 for lang in LANGUAGES}
+
+    def questions(of_pattern):
+        return {lang: [*itertools.chain.from_iterable(of_pattern[lang])] for lang in LANGUAGES}
+
     answer, keys = ({lang: table[name.format(lang)] for lang in LANGUAGES} for name in ("{}", "key_{}"))
-    sizes = {lang: [len(expanded(pattern)) for pattern in table.get(f"ask_{lang}", ())] for lang in LANGUAGES}
-    odds = {lang: tuple(itertools.accumulate(1 / n for n in sizes[lang] for _ in range(n))) for lang in LANGUAGES}
-    follow, following = both("follow"), tuple(table.get("next", ()))
-    return Fact(table["id"], answer, keys, both("ask"), odds, both("held"), follow, following)
+    ask, held, follow = map(patterns, ("ask", "held", "follow"))
+    odds = {lang: tuple(itertools.accumulate(1 / len(each) for each in ask[lang] for _ in each)) for lang in LANGUAGES}
+    return Fact(table["id"], answer, keys, questions(ask), odds, questions(held), questions(follow),
+                tuple(table.get("next", ())))
 
 
 @cache
