@@ -131,18 +131,16 @@ def power_of_two(x):
 
 
 @cuda.jit(device=True, forceinline=True)
-def any_above(s, n, high):
-    """Whether one of the scores s[n] .. s[n + 3] is above `high`, or NaN. It takes as many instructions as their
-    maximum does, which would leave out a NaN."""
-    return ((not s[n] <= high) | (not s[n + uint32(1)] <= high)) | (
-        (not s[n + uint32(2)] <= high) | (not s[n + uint32(3)] <= high))
+def any_above(a, b, c, d, high):
+    """Whether one of four scores is above `high`, or NaN. It takes as many instructions as their maximum does, which
+    would leave out a NaN."""
+    return ((not a <= high) | (not b <= high)) | ((not c <= high) | (not d <= high))
 
 
 @cuda.jit(device=True, forceinline=True)
-def any_nan(s, n):
-    """Whether one of s[n] .. s[n + 3] is NaN."""
-    return ((s[n] != s[n]) | (s[n + uint32(1)] != s[n + uint32(1)])) | (
-        (s[n + uint32(2)] != s[n + uint32(2)]) | (s[n + uint32(3)] != s[n + uint32(3)]))
+def any_nan(a, b, c, d):
+    """Whether one of four scores is NaN."""
+    return ((a != a) | (b != b)) | ((c != c) | (d != d))
 
 
 @cuda.jit(device=True, forceinline=True)
@@ -487,14 +485,16 @@ def tiles_kernel(expanded, head_dim, gated, packed, sparse=False):
                             s[n] = s[n] if int32(key) <= int32(limit) else float32(MINUS_INFINITY)
                 moved = False
                 for i in range(uint32(4)):
-                    moved = moved | any_above(s, uint32(uint32(4) * i), high[i])
+                    n = uint32(uint32(4) * i)
+                    moved = moved | any_above(s[n], s[n + uint32(1)], s[n + uint32(2)], s[n + uint32(3)], high[i])
                 if cuda.any_sync(EVERY_LANE, moved):
                     for i in range(uint32(4)):
                         n = uint32(uint32(4) * i)
                         a, b = float_max(s[n], s[n + uint32(1)]), float_max(s[n + uint32(2)], s[n + uint32(3)])
                         new = float_max(high[i], half_warp_max(float_max(a, b)))
                         scale[i] = power_of_two(high[i] * float32(LOG2E) - new * float32(LOG2E))  # 1 if it stays
-                        total[i] = float32(NAN) if any_nan(s, n) else total[i] * scale[i]
+                        lost = any_nan(s[n], s[n + uint32(1)], s[n + uint32(2)], s[n + uint32(3)])
+                        total[i] = float32(NAN) if lost else total[i] * scale[i]
                         high[i] = new
                     for r in range(uint32(n_rows)):
                         f = of_row(scale, r)

@@ -46,7 +46,7 @@ import numpy as np
 from numba import cuda
 from numba.types import float32, uint32, uint64
 
-from kernels.attention import MINUS_INFINITY, NAN, power_of_two
+from kernels.attention import MINUS_INFINITY, NAN, any_above, any_nan, power_of_two
 from kernels.bench import Case, main
 from kernels.float_matmul import place_of_8
 from kernels.intrinsics import (div_rn, float_max, half2_high, half2_low, half_bits, hfma2, hmul2, load_shared4,
@@ -112,18 +112,6 @@ def row_sum(x):
     for offset in (8, 4, 2):
         x = x + cuda.shfl_xor_sync(EVERY_LANE, x, offset)
     return x
-
-
-@cuda.jit(device=True, forceinline=True)
-def any_above(s, r, high):
-    """Whether one of the scores s[r] is above `high`, or NaN."""
-    return ((not s[r, 0] <= high) | (not s[r, 1] <= high)) | ((not s[r, 2] <= high) | (not s[r, 3] <= high))
-
-
-@cuda.jit(device=True, forceinline=True)
-def any_nan(s, r):
-    """Whether one of the scores s[r] is NaN."""
-    return ((s[r, 0] != s[r, 0]) | (s[r, 1] != s[r, 1])) | ((s[r, 2] != s[r, 2]) | (s[r, 3] != s[r, 3]))
 
 
 def carriers(head_dim):
@@ -319,13 +307,14 @@ def attention_kernel(head_dim):
                             s[r, c] = float32(MINUS_INFINITY)
             moved = False
             for r in range(rows):
-                moved = moved | any_above(s, r, high[r])
+                moved = moved | any_above(s[r, 0], s[r, 1], s[r, 2], s[r, 3], high[r])
             if cuda.any_sync(EVERY_LANE, moved):
                 for r in range(rows):
                     most = float_max(float_max(s[r, 0], s[r, 1]), float_max(s[r, 2], s[r, 3]))
                     new = float_max(high[r], row_max(most))
                     scale = power_of_two(high[r] - new)         # 1 if it stays
-                    total[r] = float32(NAN) if any_nan(s, r) else total[r] * scale
+                    lost = any_nan(s[r, 0], s[r, 1], s[r, 2], s[r, 3])
+                    total[r] = float32(NAN) if lost else total[r] * scale
                     high[r] = new
                     for d in range(dims):
                         o[r, d] = o[r, d] * scale
