@@ -987,15 +987,16 @@ class Stage:
     """
 
     def __init__(self, worker: Worker, config: Config, weights, layers: range, demand: Demand, chunk: int | None = None,
-                 progress=iter):
-        """chunk: the most tokens of a prompt's pass; by default what fits."""
+                 progress=iter, packed_bytes: int = 0):
+        """chunk: the most tokens of a prompt's pass; by default what fits. packed_bytes: of weights, see
+        `Card.packed`."""
         card = worker.card
         self.worker, self.card, self.config, self.layers, self.n_slots = worker, card, config, layers, demand.slots
         free, self.step_rows = card.free_bytes, 1 if config.pooling else step_rows(demand.slots, demand.drafts)
         blocks = range(layers.start, layers.stop + config.n_nextn * (demand.drafts > 0 and not self.hands_on))
         self.sight = demand.eyes.load(card, config.hidden_dim) if demand.eyes and not layers.start else None
-        with weights.loading(card) as loader, expert_store.loading(weights, loader, config, blocks, demand,
-                                                                   self.step_rows) as self.store:
+        with (weights.loading(card) as loader, expert_store.loading(
+                weights, loader, config, blocks, demand, self.step_rows) as self.store, card.packed(packed_bytes)):
             self.model = Model(loader, config, layers, progress, drafts=demand.drafts > 0, wish=demand.products)
         self.weight_bytes = free - card.free_bytes
         work, self.layer_works = self.model.work(), [layer.work(config) for layer in self.model.layers]
@@ -2348,7 +2349,7 @@ def load(model: str | Path | OpenModel = DEFAULT_MODEL, card: str | Card | list[
             note(f"warning: the model was made for {config.context_length} tokens of context, not {demand.n_ctx}; "
                  "what comes after those may make no sense")
     stages = load_stages(opened, planner, progress)
-    sizes = choose_sizes(stages, demand)
+    sizes = choose_sizes(stages, planner.plan.demand)
     try:
         pipeline = Pipeline(stages, sizes)
         pipeline.load_kernels(note if progress else None)
@@ -2374,9 +2375,9 @@ def load_stages(opened: OpenModel, planner: Planner, progress: bool) -> list[Sta
     plan, demand, failures = planner.plan, planner.plan.demand, []
     workers = [Worker(card) for card in planner.cards]
 
-    def load_stage(worker, layers):
+    def load_stage(worker, layers, on_paper):
         return stage_class(opened.config)(worker, opened.config, opened.weights, layers, demand, plan.chunk,
-                                          functools.partial(counted, worker))
+                                          functools.partial(counted, worker), on_paper.card.packed_bytes)
 
     def counted(worker, layers):
         for index in layers:
@@ -2394,7 +2395,7 @@ def load_stages(opened: OpenModel, planner: Planner, progress: bool) -> list[Sta
         worker.on_fault = fail
     with tqdm.tqdm(desc="loading layers", total=opened.config.n_layers, unit="layer", leave=False,
                    disable=not progress or None) as bar:
-        loading = [worker.post(load_stage, worker, layers) for worker, layers in zip(workers, plan.layers)]
+        loading = [worker.post(load_stage, *each) for each in zip(workers, plan.layers, plan.on_paper)]
         try:
             return [task.result() for task in loading]
         except BaseException as error:

@@ -2,6 +2,7 @@
 
     python -m benchmarks.kv speeds [MODEL] [--formats q8 q8+3 ...] [--contexts N ...] [--prompts N ...] [--card CARD]
     python -m benchmarks.kv long [MODEL] [--kv q8+3] [--tokens N] [--memory GB] [--card CARD]
+    python -m benchmarks.kv steps [MODEL] [--random] [--formats q8 q8+3 ...] [--texts N] [--card CARD]
     python -m benchmarks.kv all [--seconds 400]
 
 speeds      Tokens per second of decoding at these contexts, and of prompts of these lengths: float16 and another format
@@ -10,16 +11,20 @@ speeds      Tokens per second of decoding at these contexts, and of prompts of t
 long        A prompt of so many tokens, in so much memory of the card: tokens per second up to each quarter of it, and
             of its answer, and memory. Then another one, which is cancelled while it is read: seconds until it has
             ended, and until a short request behind it has its first token.
+steps       How far the logits of decode steps are from those in float16, for the same tokens before: KL divergence in nats,
+            mean and what 1 step in 1,000 exceeds, and how many likeliest tokens are the same. The texts are held-out
+            ones of the model that comes along, which is also the default, or random tokens.
 all         What a card is to be asked of long contexts, as much as fits into so many seconds: tests of the kernels, of
             all formats at 262,144 tokens first; that many tokens in 16 GB; bits of whole models; sparse prompts
             (benchmarks/sparse.py); speeds of all formats. A part that fails or takes too long does not keep the next
             ones from running. At the end, the last lines of each.
 
-Contexts are made up, see cli/bench.py. Each but the last prints a Markdown table for results.md.
+Contexts of speeds are made up, see cli/bench.py. Each but the last prints a Markdown table for results.md.
 """
 
 import argparse
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -34,16 +39,20 @@ from cli.bench import Bench
 from cli.ending import run_program
 from cli.interrupts import endable
 from cli.options import DECODE_STEPS
+from cli.perplexity import score_rows
 from engine.request import Request
+from kernels.advance import answer_of
 from kernels.card import show_bytes
 from kernels.kv_formats import KV_FORMATS
 from kernels.limits import FLOAT16, WISHES
 from kernels.open import open_cards
+from models import tasks
 
 ROUNDS = 4
 QUARTERS = 4
 SECONDS_BEFORE_CANCEL = 3.0
 ANSWER = 64                 # tokens
+READ, STEPS = 512, 1536     # tokens of a text that are read as a prompt, and then as decode steps
 PROCESSORS = 10             # that compile at a time in `all`: more of them ran into their limits
 
 
@@ -89,6 +98,43 @@ def speeds(options):
     plain.engine.close()
     cells = [f"{speed:,.1f}" for speed in plain.best.values()]
     print(f"| {FLOAT16}, beside the last | {' | '.join(cells)} |", flush=True)
+
+
+# ---- decoded tokens ------------------------------------------------------------------------------------------
+
+
+def steps(options):
+    """Prints a row for each format."""
+    opened, n = qengine.open_model(options.model), options.texts * (READ + STEPS)
+    print(f"{options.model}, {options.texts} {'random ' * options.random}texts, steps {READ + 1:,} to {READ + STEPS:,}\n"
+          "| format | KL, mean | 99.9 % | same token |\n|---|---:|---:|---:|", flush=True)
+    ids = (np.random.default_rng(0).integers(0, opened.config.n_vocab, n) if options.random else
+           opened.tokenizer.encode(tasks.heldout_text(random.Random("steps"), 2 * n))[:n])
+    texts, plain = np.reshape(ids, (options.texts, READ + STEPS)).tolist(), None
+    for kv in FLOAT16, *options.formats:
+        engine = qengine.load(opened, card=options.card, ctx=READ + STEPS, draft="off", kv=kv, progress=False)
+        logits = np.concatenate([step_logits(engine, text) for text in texts])
+        engine.close()
+        if plain is None:
+            plain = logits
+            continue
+        _, _, divergences, same = score_rows([0] * len(logits), logits, plain)
+        print(f"| {kv} | {divergences.mean():.6f} | {np.percentile(divergences, 99.9):.4f} | {same.mean():.2%} |",
+              flush=True)
+
+
+def step_logits(engine, ids: list[int]) -> np.ndarray:
+    """float32 [tokens behind READ, vocabulary]: logits of the decode steps whose tokens are those of the text."""
+    pipeline, last, found = engine.pipeline, engine.pipeline.last, []
+    with engine.scheduler.borrow_slot(len(ids)) as sequence:
+        pipeline.prepare_slot(sequence.slot, sequence.generation.request)
+        for start in range(0, READ, engine.chunk):
+            pipeline.prefill(ids[start:min(start + engine.chunk, READ)], sequence.slot, start)
+        for position in range(READ, len(ids)):
+            pipeline.place([answer_of(ids[position], sequence.slot, position)])
+            pipeline.forward(qengine.StepShape(1))
+            found.append(last.worker.ask(last.card.download, last.model.logits[:1]).result())
+    return np.concatenate(found)
 
 
 # ---- long prompts ------------------------------------------------------------------------------------------
@@ -209,14 +255,19 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parts = parser.add_subparsers(required=True)
     many = [name for name in KV_FORMATS if name != FLOAT16]
-    for name, function in ("speeds", speeds), ("long", long):
+    for name, function, model in (("steps", steps, qengine.DEFAULT_MODEL), ("speeds", speeds, "synthetic:9b"),
+                                  ("long", long, "synthetic:9b")):
         part = parts.add_parser(name)
         part.set_defaults(function=function)
-        part.add_argument("model", nargs="?", default="synthetic:9b")
+        part.add_argument("model", nargs="?", default=model)
         part.add_argument("--card")
-        part.add_argument("--products", choices=WISHES, default="auto")
-    long_part, speeds_part = part, parts.choices["speeds"]
-    speeds_part.add_argument("--formats", nargs="+", choices=many, default=many)
+        if function is not steps:
+            part.add_argument("--products", choices=WISHES, default="auto")
+        if function is not long:
+            part.add_argument("--formats", nargs="+", choices=many, default=many)
+    steps_part, speeds_part, long_part = (parts.choices[name] for name in ("steps", "speeds", "long"))
+    steps_part.add_argument("--random", action="store_true", help="random tokens")
+    steps_part.add_argument("--texts", type=int, default=4)
     speeds_part.add_argument("--contexts", nargs="*", type=int, default=[4620, 18_400, 131_072])
     speeds_part.add_argument("--prompts", nargs="*", type=int, default=[18_400])
     long_part.add_argument("--kv", choices=KV_FORMATS, default="q8+3")

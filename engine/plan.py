@@ -369,7 +369,7 @@ def schedule(passes: list, hops: list) -> Schedule:
 
 # ---- sizes of the caches ---------------------------------------------------------------------------------------
 
-LEAST_CHECKPOINTS = 2           # on the card, however little memory there is
+LEAST_CHECKPOINTS = 2           # on the card, however little memory there is, unless a context needs it: then 1
 
 
 @dataclass(frozen=True)
@@ -392,14 +392,14 @@ def choose_sizes(stages: list, demand: "Demand") -> CacheSizes:
     prompts can use more pages: the default is raised to KEPT_CONTEXTS contexts per slot, but no more than fits into a
     quarter of the free memory. Checkpoints get demand.checkpoint_memory bytes of each card, by default a quarter of
     what the pages leave, and demand.checkpoint_host_memory bytes of the host, by default an eighth of what experts
-    leave of the machine's memory. Each card has at least LEAST_CHECKPOINTS. More checkpoints than pages are of no use,
-    since a page has one at most.
+    leave of the machine's memory. Each card has at least demand.least_checkpoints. More checkpoints than pages are of
+    no use, since a page has one at most.
     """
     d, max_pages = demand, pages_for(demand.n_ctx)
     if d.kv_tokens is None and d.packed:
         n_pages = max(max_pages, d.slots)
     elif d.kv_tokens is None:
-        fitting = min((stage.card.free_bytes - (d.slots + LEAST_CHECKPOINTS) * stage.state_bytes
+        fitting = min((stage.card.free_bytes - (d.slots + d.least_checkpoints) * stage.state_bytes
                        - d.slots * stage.costs.work.record_bytes) // max(stage.page_bytes, 1) for stage in stages)
         n_pages = max(min(d.slots * max_pages, int(0.9 * fitting)), max_pages)
         if d.checkpoint_memory != 0 or d.checkpoint_host_memory != 0:
@@ -417,7 +417,7 @@ def choose_sizes(stages: list, demand: "Demand") -> CacheSizes:
         locked = sum(stage.store.locked_bytes for stage in stages if stage.store)
         host_memory = max(machine_bytes() - locked, 0) // 8
     n_host = host_memory // max(sum(stage.state_bytes for stage in stages), 1)
-    return CacheSizes(d.slots, max_pages, n_pages, max(n_checkpoints, LEAST_CHECKPOINTS), min(n_host, n_pages))
+    return CacheSizes(d.slots, max_pages, n_pages, max(n_checkpoints, d.least_checkpoints), min(n_host, n_pages))
 
 
 HOST_MEMORY_SHARE = 0.9         # of the machine's memory, for experts at most
@@ -459,6 +459,7 @@ class Demand:
     products: str = "auto"      # which kernels multiply the rows of prompts, see kernels/products.py
     eyes: object = None         # the Eyes of engine/sight.py, if the model is to see
     sparse: str = "off"         # whether prompts may leave out keys: "off", "ask" or "on", see `is_sparse`
+    least_checkpoints: int = LEAST_CHECKPOINTS      # on each card; 1 where `plan_stages` makes room for a context
     # Bytes of host memory that nothing needed before the model was loaded.
     host_memory: int = field(default_factory=lambda: free_memory(), compare=False)
 
@@ -556,9 +557,9 @@ class LayerCosts:
         self.n_layers = blueprint.n_layers
         counting, sizes, works = PlannedCard(cards[0]), [0], [Work()]
         for index in range(blueprint.n_layers):
-            before = counting.free_bytes
-            works.append(blueprint.layer(counting, index))
-            sizes.append(before - counting.free_bytes)
+            with counting.packed():
+                works.append(blueprint.layer(counting, index))
+            sizes.append(counting.packed_bytes)
         self.head_bytes = blueprint.head_bytes(counting)
         self.weight_bytes = list(itertools.accumulate(sizes))   # of the layers before each
         self.works = list(itertools.accumulate(works))          # Work of the layers before each
@@ -610,15 +611,15 @@ def place_layers(blueprint: Blueprint, cards: list, demand: Demand, costs: Layer
     be; there must be room for one. If not even one context fits, the split is chosen as if memory did not matter: the
     plan then shows what is missing on which card. wasted: bytes of each card that must stay free.
     """
-    n_layers, n_cards, n_states = blueprint.n_layers, len(cards), demand.slots + LEAST_CHECKPOINTS
+    n_layers, n_cards = blueprint.n_layers, len(cards)
     context, least = demand.n_ctx // 2, pages_for(demand.kv_tokens or demand.n_ctx)
     left = memory_for_layers(blueprint, cards, demand, costs)
 
-    def split(n_pages, slowest, seconds):
+    def split(n_pages, n_checkpoints, slowest, seconds):
         """The best split by seconds(stage, start, end, context) of those that fit, with no pass beyond `slowest`."""
         def cost(stage, start, end):
             if n_pages is not None and costs.memory(
-                    start, end, n_pages, n_states, demand.slots,
+                    start, end, n_pages, demand.slots + n_checkpoints, demand.slots,
                     demand.expert_memory) > left[stage] - wasted[stage]:
                 return math.inf
             within = costs.prefill_seconds(stage, start, end, context) <= slowest * (1 + 1e-9)
@@ -627,23 +628,23 @@ def place_layers(blueprint: Blueprint, cards: list, demand: Demand, costs: Layer
         return best_split(n_layers, [functools.partial(cost, stage) for stage in range(n_cards)])
 
     wished = least if demand.kv_tokens or demand.packed else demand.slots * pages_for(demand.n_ctx)
-    for n_pages in wished, least, None:
-        if found := split(n_pages, math.inf, costs.prefill_seconds):
+    for room in (wished, LEAST_CHECKPOINTS), (least, LEAST_CHECKPOINTS), (least, 1), (None, 1):
+        if found := split(*room, math.inf, costs.prefill_seconds):
             slowest = max(costs.prefill_seconds(stage, layers.start, layers.stop, context)
                           for stage, layers in enumerate(found))
-            return split(n_pages, slowest, costs.decode_seconds)
+            return split(*room, slowest, costs.decode_seconds)
 
 
 def memory_for_layers(blueprint: Blueprint, cards: list, demand: Demand, costs: LayerCosts) -> list[int]:
     """Bytes that each card has for weights, pages and states of layers. A stage also needs scratch memory and buffers
     for hops. Their size does not depend on the number of layers, so it is measured on a plan of stages of a few
     layers."""
-    n_layers, n_cards = blueprint.n_layers, len(cards)
-    n_states, least = demand.slots + LEAST_CHECKPOINTS, pages_for(demand.kv_tokens or demand.n_ctx)
+    n_layers, n_cards, least = blueprint.n_layers, len(cards), pages_for(demand.kv_tokens or demand.n_ctx)
     few = min(costs.few_of_each_kind(), n_layers // n_cards)
     samples = [range(few), *[range(1, 1 + few)] * (n_cards - 2), range(n_layers - few, n_layers)]
     sampled = plan_stages(blueprint, cards, dataclasses.replace(
         demand, chunk=demand.chunk or CHUNK, kv_tokens=least * PAGE_TOKENS, checkpoint_memory=0), samples)
+    n_states = demand.slots + sampled.sizes.n_checkpoints
     return [stage.free - stage.total
             + costs.memory(stage.layers.start, stage.layers.stop, least, n_states, demand.slots, demand.expert_memory)
             for stage in sampled.stages]
@@ -710,7 +711,8 @@ class Plan:
 
 
 def plan_stages(blueprint: Blueprint, cards: list, demand: Demand, layers: list[range]) -> Plan:
-    """The Plan of these layers on each card, whether they fit or not."""
+    """The Plan of these layers on each card, whether they fit or not. Where they do with one checkpoint on each card,
+    but not with more, it has one."""
     demand, chunk = dataclasses.replace(demand, split=tuple(map(len, layers))), demand.chunk
     while True:                                 # a second round if the stages have chosen different chunks
         stages = [blueprint.stage(PlannedCard(card), each, demand, chunk) for card, each in zip(cards, layers)]
@@ -730,7 +732,11 @@ def plan_stages(blueprint: Blueprint, cards: list, demand: Demand, layers: list[
         scratch = used - drafts - plain.weight_bytes - kv - states - checkpoints
         planned.append(StagePlan(card.name, stage.layers, card.free_bytes, plain.weight_bytes, kv, states, checkpoints,
                                  scratch, drafts))
-    return Plan(planned, stages, demand, sizes, stages[0].chunk)
+    found, spare = Plan(planned, stages, demand, sizes, stages[0].chunk), demand.least_checkpoints - 1
+    if not found.fits and 0 < spare == sizes.n_checkpoints - 1 and all(
+            plan.total - spare * stage.state_bytes <= plan.free for plan, stage in zip(planned, stages)):
+        return plan_stages(blueprint, cards, dataclasses.replace(demand, least_checkpoints=1), layers)
+    return found
 
 
 def taken(stage, sizes: CacheSizes, n_stages: int) -> int:

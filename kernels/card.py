@@ -31,7 +31,7 @@ import math
 import struct
 import threading
 import time
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import lru_cache, partial
 from numbers import Real
@@ -100,9 +100,9 @@ class Taken:
         self.nbytes, self.limit = 0, None
 
 
-class HostMemory(Memory):
-    """Host memory that a card reads and writes by its address, see `Card.attach`. The bytes are of the host, and stay
-    when the card lets go of them."""
+class Lent(Memory):
+    """Bytes of something else, which `backing` keeps: of host memory (`Card.attach`), or of an allocation that arrays
+    share (`Card.packed`). They stay there when the card lets go of them."""
 
     __slots__ = ()
 
@@ -372,6 +372,7 @@ class Card:
         self.cache_dir = cache_dir
         self.allocations = {}                            # start address -> (bytes, name) of everything alive
         self.taken = Taken()                             # twins share it, and the lock of memory
+        self._room = None                                # (Memory, next address, end) of arrays that are `packed`
         self.n_freed = 0                                 # calls of `free`
         self.hangs = False                               # such a card frees nothing: the driver would never return
         self.observer = None                             # an Observer, see `observed_by`
@@ -426,10 +427,29 @@ class Card:
                 raise OutOfMemory(f"{what} needs {show_bytes(nbytes)}, but {free} of {total} are free on "
                                   f"{self.name}") from None
             self.allocations[ptr] = math.prod(shape) * dtype.itemsize, name
-        return Array(Memory(self, ptr, nbytes, name, backing), ptr, shape, dtype, name)
+        kind = Lent if isinstance(backing, Memory) else Memory
+        return Array(kind(self, ptr, nbytes, name, backing), ptr, shape, dtype, name)
+
+    @contextmanager
+    def packed(self, nbytes):
+        """The arrays that the `with` body allocates lie side by side in one allocation of nbytes, as far as they have
+        room there. In a driver, each large one takes whole granules otherwise. The memory is free when all are gone."""
+        if nbytes and self.granule > ALIGNMENT:          # else nothing is saved, and a check finds more between arrays
+            with self._memory_lock, suppress(MemoryError):      # the first array that has no room says so
+                ptr, backing = self._take_within(nbytes)
+                self._room = Memory(self, ptr, nbytes, "packed arrays", backing), ptr, ptr + nbytes
+        try:
+            yield
+        finally:
+            self._room = None
 
     def _take_within(self, nbytes):
-        """`_take` within the limit. Raises MemoryError."""
+        """`_take` within the limit, or from what `packed` has taken. Raises MemoryError."""
+        if self._room:
+            memory, ptr, end = self._room
+            if nbytes <= end - ptr:
+                self._room = memory, ptr + nbytes, end
+                return ptr, memory
         taken, held = self.taken, self._held(nbytes)
         if taken.limit is not None and taken.nbytes + held > taken.limit:
             raise MemoryError
@@ -473,7 +493,7 @@ class Card:
         ptr = host.ctypes.data
         with self._memory_lock:
             self.allocations[ptr] = host.nbytes, name
-        return Array(HostMemory(self, ptr, host.nbytes, name, host), ptr, host.shape, host.dtype, name)
+        return Array(Lent(self, ptr, host.nbytes, name, host), ptr, host.shape, host.dtype, name)
 
     def mapped(self, shape, dtype, name=""):
         """(Array, ndarray) of the same new bytes, zeros, in page-locked host memory: see `attach`."""
@@ -786,6 +806,16 @@ class PlannedCard(Card):
     def set_aside(self, nbytes):
         """Counts as taken from now on."""
         self._free -= nbytes
+
+    @contextmanager
+    def packed(self, nbytes=0):
+        """Counts what arrays take that share an allocation: afterwards, `packed_bytes` says how many bytes that has."""
+        free, granule, self.granule = self._free, self.granule, ALIGNMENT
+        try:
+            yield
+        finally:
+            self.granule, self.packed_bytes = granule, free - self._free
+            self._free -= -self.packed_bytes % granule
 
     def _take(self, nbytes):
         if nbytes < self.granule // 2:                   # as in drivers, small allocations share a granule

@@ -180,6 +180,37 @@ def memory_comes_back(card):
 
 
 @case
+def packed_arrays_share_an_allocation(card):
+    """As far as they have room. Each has its own bytes, and the allocation stays as long as one of them does."""
+    granule, taken, free = card.granule, card.taken.nbytes, card.free_bytes
+    planned = PlannedCard(card)
+    planned.granule = card.granule = 2 << 20             # as in drivers, whatever card this is
+    sizes = (3 << 20) + 1, 700, (1 << 20) + 300, 1       # of the last, one byte would take the rest
+    try:
+        with planned.packed():
+            for nbytes in sizes[:3]:
+                planned.alloc(nbytes, "int8")
+        assert planned.packed_bytes == (4 << 20) + 256 + 768 + 512 and free - planned.free_bytes == 6 << 20
+        with card.packed(planned.packed_bytes):
+            arrays = [card.alloc(nbytes, "int8") for nbytes in sizes]
+        assert card.taken.nbytes == taken + (6 << 20) + 256     # the last one had no room
+        for byte, array in enumerate(arrays):
+            card.fill(array, byte)
+        for byte, array in enumerate(arrays):
+            assert (card.download(array) == byte).all()
+        card.free(arrays.pop(1))
+        del arrays[1:], array
+        gc.collect()
+        assert card.taken.nbytes == taken + (6 << 20)           # the first one keeps it
+        arrays.clear()
+        assert card.taken.nbytes == taken
+        with card.packed(1 << 50):                              # there is none of this size: as ever
+            assert card.alloc(4 << 20, "int8").nbytes == 4 << 20
+    finally:
+        card.granule = granule
+
+
+@case
 def bytes_to_fill_with(card):
     x = card.zeros(4, "uint8")
     card.fill(x, 255)

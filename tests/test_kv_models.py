@@ -85,6 +85,16 @@ def test_pages_of_262_144_tokens(model, kv, gigabytes):
     assert 0.8 * gigabytes * 1e9 < 4096 * stage.page_bytes <= gigabytes * 1e9
 
 
+@pytest.mark.parametrize("model, kv, tokens", [("9b", "q8+3", 262_144), ("27b:q4_k", "float16", 14_016),
+                                               ("27b:q4_k", "q8+3", 38_000)])
+def test_contexts_that_fit_into_16_gb(model, kv, tokens):
+    """Of a card whose driver gives memory in pages of 2 MiB, as all NVIDIA cards do."""
+    card = EmulatedCard(memory_bytes=16 << 30)
+    card.granule = 2 << 20
+    opened = qengine.open_model(f"synthetic:{model}").keeping(kv)
+    assert qengine.make_planner(opened, [card], opened.demand(ctx=1024)).longest_context() >= tokens
+
+
 def test_a_plan_says_what_fits_in_each_format():
     """On two cards, of which the second is the smaller. A context is longer where tokens take fewer bytes, as long as
     the model was made for no longer one."""

@@ -127,6 +127,55 @@ def test_plan_says_what_is_allocated(model, n_cards, options):
     engine.close()
 
 
+def test_weights_share_an_allocation_as_planned():
+    """On cards whose memory comes in granules: a plan is of what is taken, and the tokens are the same."""
+    class Granular(EmulatedCard):
+        granule = 64 << 10
+
+    opened, text = open_model("synthetic:tiny"), dict(max_tokens=5, ignore_eos=True)
+    plain, card = EmulatedCard(memory_bytes=700 * MB), Granular(memory_bytes=700 * MB)
+    want = qengine.load(opened, card=plain, progress=False, ctx=1024)
+    stage = make_planner(opened, [card], opened.demand(ctx=1024)).plan.stages[0]
+    engine = qengine.load(opened, card=card, progress=False, ctx=1024)
+    gc.collect()
+    assert stage.total - card.granule <= 700 * MB - card.free_bytes <= stage.total     # small arrays share granules
+    assert 0 <= stage.weights - want.pipeline.last.weight_bytes < card.granule
+    matrices = [matrix for layer in engine.pipeline.last.model.layers for matrix in qengine.matrices(layer.mixer)]
+    assert len({id(matrix.values.memory.backing) for matrix in matrices}) == 1
+    assert engine.generate([7] * 100, **text) == want.generate([7] * 100, **text)
+    for each in engine, want:
+        each.close()
+
+
+@pytest.mark.parametrize("n_cards", [1, 2])
+def test_a_context_that_lacks_memory_gets_that_of_a_checkpoint(n_cards):
+    """Where a context fits beside one checkpoint only, the card has one; the others are in host memory."""
+    opened = open_model("synthetic:tiny")
+    cards = [EmulatedCard(n, memory_bytes=700 * MB) for n in range(n_cards)]
+    demand = opened.demand(ctx=2048, kv_tokens=2048, checkpoint_memory=0, draft="off")
+    full = make_planner(opened, cards, demand).plan
+    assert full.sizes.n_checkpoints == 2
+    states = [stage.state_bytes for stage in full.on_paper]
+    assert states[0] and (n_cards == 1 or not states[1])        # the second card has attention alone
+    for lacking, n_checkpoints in (0, 2), (256, 1):
+        cards = [EmulatedCard(n, memory_bytes=stage.total - (lacking if state else 0))
+                 for n, (stage, state) in enumerate(zip(full.stages, states))]
+        planner = make_planner(opened, cards, demand)
+        assert planner.plan.fits and planner.plan.layers == full.layers
+        assert planner.plan.sizes.n_checkpoints == n_checkpoints
+    engine = qengine.load(opened, card=cards, progress=False, ctx=2048, kv_tokens=2048, checkpoint_memory=0,
+                          draft="off")
+    texts = [[7 + n] * 200 for n in range(3)]
+    want = [engine.generate(text, max_tokens=100, ignore_eos=True) for text in texts]
+    assert [engine.generate(text, max_tokens=100, ignore_eos=True) for text in texts] == want
+    stats = engine.stats()
+    assert stats["cache_hits"] == 3 and stats["checkpoints_fetched"] == 3 and stats["checkpoints_on_card"] == 1
+    engine.close()
+    cards = [EmulatedCard(n, memory_bytes=stage.total - state - 256)
+             for n, (stage, state) in enumerate(zip(full.stages, states))]
+    assert not make_planner(opened, cards, demand).plan.fits
+
+
 def test_what_drafts_take():
     """The column holds all of it: the others are as without drafts."""
     options = {"kv_tokens": 8192, "checkpoint_memory": 500 * MB, "slots": 32, "chunk": 512}
