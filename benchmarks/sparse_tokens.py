@@ -174,6 +174,7 @@ def show(name: str, kind: str, results: list[dict]) -> str:
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("-m", "--model", default=evaluate.FILE, help="default: the shipped model")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
     parser.add_argument("--lengths", nargs="+", type=int, default=[12_000, 16_000])
     parser.add_argument("--n", type=int, default=2, help="prompts of each kind and length (default: 2)")
@@ -182,7 +183,7 @@ def main():
                         help=", ".join(RULES))
     parser.add_argument("--json", metavar="FILE", help="write a line for each prompt there")
     options = parser.parse_args()
-    net, tokenizer, _ = evaluate.load(evaluate.FILE)
+    net, tokenizer, _ = evaluate.load(options.model)
     end, rules = tokenizer.token_to_id("<|im_end|>"), {name: RULES[name] for name in options.rules}
     print("| prompts | rule | keys read | tokens of answers alike | likeliest tokens alike | KL |")
     print("|---|---|---|---|---|---|", flush=True)

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -17,9 +18,30 @@ from cli.ending import ended
 from engine import plan
 from engine.request import RequestError
 from kernels.emulated.card import EmulatedCard
-from tests.models import load_tiny
+from tests.models import TINY, load_tiny
 
 MOE, MB = "synthetic:tiny-moe", 1 << 20
+
+
+def test_logits_of_decode_steps_are_those_that_answers_are_chosen_by(monkeypatch):
+    monkeypatch.setattr(kv, "READ", 100)
+    engine = load_tiny("emulated", kv="q8+3")
+    prompt = [7, 300, 77, 1024, 9] * 20
+    asked = qengine.Request(prompt, max_tokens=40, ignore_eos=True)
+    answer = [delta.token_id for delta in engine.submit(asked)]
+    logits = kv.step_logits(engine, prompt + answer)
+    assert logits.argmax(axis=1)[:-1].tolist() == answer[1:]
+    assert engine.stats()["kv_pages_used"] == 0
+    engine.close()
+
+
+def test_a_table_of_formats_by_their_decode_steps(capsys, monkeypatch):
+    monkeypatch.setattr(kv, "READ", 64)
+    monkeypatch.setattr(kv, "STEPS", 20)
+    kv.steps(SimpleNamespace(model=TINY, card="emulated", formats=["q8+3", "float16"], texts=2, random=True))
+    coarse, same = (row.split("|")[1:-1] for row in capsys.readouterr().out.splitlines()[-2:])
+    assert coarse[0].strip() == "q8+3" and 0 < float(coarse[1]) < float(coarse[2])
+    assert [cell.strip() for cell in same] == ["float16", "0.000000", "0.0000", "100.00%"]
 
 
 @pytest.mark.parametrize("hits", [None, 0.8])
