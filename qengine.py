@@ -55,7 +55,7 @@ from typing import ClassVar, NamedTuple
 import numpy as np
 import tqdm
 
-from engine import display, expert_store, look, own_products, talk
+from engine import display, expert_store, host_table, look, own_products, talk
 from engine.constraints import Constraint, Vocabulary
 from engine.details import ModelDetails, parameters
 from engine.draft_block import PIECE, DraftBlock
@@ -684,7 +684,8 @@ class Model:
         self.embeddings = self.head = self.block = None
         has_head = is_last and not config.pooling
         if layers.start == 0 or drafts or (has_head and config.tied_embeddings):
-            self.embeddings = loader.matrix("token_embd.weight")
+            load_table = loader.matrix if has_head and config.tied_embeddings else loader.table
+            self.embeddings = load_table("token_embd.weight")
         if is_last:
             self.head_norm = loader.vector("output_norm.weight")
         if has_head:
@@ -995,10 +996,12 @@ class Stage:
         free, self.step_rows = card.free_bytes, 1 if config.pooling else step_rows(demand.slots, demand.drafts)
         blocks = range(layers.start, layers.stop + config.n_nextn * (demand.drafts > 0 and not self.hands_on))
         self.sight = demand.eyes.load(card, config.hidden_dim) if demand.eyes and not layers.start else None
-        with (weights.loading(card) as loader, expert_store.loading(
-                weights, loader, config, blocks, demand, self.step_rows) as self.store, card.packed(packed_bytes)):
+        with (weights.loading(card) as loader, host_table.loading(weights, loader, demand.table_on_host),
+              expert_store.loading(weights, loader, config, blocks, demand, self.step_rows) as self.store,
+              card.packed(packed_bytes)):
             self.model = Model(loader, config, layers, progress, drafts=demand.drafts > 0, wish=demand.products)
         self.weight_bytes = free - card.free_bytes
+        self.table_bytes = host_table.bytes_of(self.model)
         work, self.layer_works = self.model.work(), [layer.work(config) for layer in self.model.layers]
         self.page_bytes, self.state_bytes = work.page_bytes, work.state_bytes
         self.costs = StageCosts(card, config.hidden_dim, work, in_one=self.store is not None,
@@ -2360,8 +2363,9 @@ def load(model: str | Path | OpenModel = DEFAULT_MODEL, card: str | Card | list[
         taken, where = free - sum(card.free_bytes for card in cards), f"the card{'s' * (len(cards) > 1)}"
         note(f"model: {config.name}, {parameters(tensor_shapes(config), config)}; "
              f"{show_bytes(taken)} on {where}, {demand.contexts} tokens of context included")
-    for stage in [stage for stage in stages if stage.store and progress]:
-        note(f"experts: {stage.store}")
+    for said in [f"experts: {stage.store}" for stage in stages if stage.store] + planner.plan.spared:
+        if progress:
+            note(said)
     if progress and not config.pooling:
         note(f"cache: {sizes.n_pages * PAGE_TOKENS:,} tokens of context in all, {sizes.n_checkpoints} checkpoints of "
              f"{show_bytes(sum(stage.state_bytes for stage in stages))} on {where}, "

@@ -369,7 +369,7 @@ def schedule(passes: list, hops: list) -> Schedule:
 
 # ---- sizes of the caches ---------------------------------------------------------------------------------------
 
-LEAST_CHECKPOINTS = 2           # on the card, however little memory there is, unless a context needs it: then 1
+LEAST_CHECKPOINTS = 2           # on the card, however little memory there is, unless SPARED says less
 
 
 @dataclass(frozen=True)
@@ -459,7 +459,8 @@ class Demand:
     products: str = "auto"      # which kernels multiply the rows of prompts, see kernels/products.py
     eyes: object = None         # the Eyes of engine/sight.py, if the model is to see
     sparse: str = "off"         # whether prompts may leave out keys: "off", "ask" or "on", see `is_sparse`
-    least_checkpoints: int = LEAST_CHECKPOINTS      # on each card; 1 where `plan_stages` makes room for a context
+    least_checkpoints: int = LEAST_CHECKPOINTS      # on each card
+    table_on_host: bool = False     # whether token embeddings lie in host memory (engine/host_table.py)
     # Bytes of host memory that nothing needed before the model was loaded.
     host_memory: int = field(default_factory=lambda: free_memory(), compare=False)
 
@@ -505,7 +506,8 @@ class Blueprint(Protocol):
 
     def stage(self, card: PlannedCard, layers: range, demand: Demand, chunk: int | None):
         """A stage of these layers on a card that only counts. It has card, layers, chunk, costs (StageCosts),
-        weight_bytes, page_bytes, state_bytes, store (an ExpertStore or None), and allocate(sizes, n_groups)."""
+        weight_bytes, table_bytes (of them, or in host memory: token embeddings that nothing multiplies), page_bytes,
+        state_bytes, store (an ExpertStore or None), and allocate(sizes, n_groups)."""
 
     def layer(self, card: PlannedCard, index: int) -> Work:
         """Allocates the weights of a layer on the card and returns its Work."""
@@ -652,6 +654,9 @@ def memory_for_layers(blueprint: Blueprint, cards: list, demand: Demand, costs: 
 
 # ---- the plan --------------------------------------------------------------------------------------------------
 
+# What a plan does without where a model does not fit: changes of a Demand. What costs less time comes first.
+SPARED = {"table_on_host": True}, {"table_on_host": True, "least_checkpoints": 1}
+
 
 @dataclass(frozen=True)
 class StagePlan:
@@ -692,6 +697,16 @@ class Plan:
         return [stage.layers for stage in self.stages]
 
     @property
+    def spared(self) -> list[str]:
+        """What it does without, to fit, for people."""
+        table, said = sum(stage.table_bytes for stage in self.on_paper), []
+        if self.demand.table_on_host and table:
+            said.append(f"token embeddings: {show_bytes(table)} of page-locked host memory, for lack of room on the card")
+        if self.sizes.n_checkpoints < LEAST_CHECKPOINTS:
+            said.append("checkpoints: one on the card, for lack of room, and the others in host memory")
+        return said
+
+    @property
     def costs(self) -> list[StageCosts]:
         return [stage.costs for stage in self.on_paper]
 
@@ -711,8 +726,21 @@ class Plan:
 
 
 def plan_stages(blueprint: Blueprint, cards: list, demand: Demand, layers: list[range]) -> Plan:
-    """The Plan of these layers on each card, whether they fit or not. Where they do with one checkpoint on each card,
-    but not with more, it has one."""
+    """The Plan of these layers on each card, whether they fit or not. Where they do not, it does without the first of
+    SPARED that makes them fit, if one does; but experts leave the cards before anything else does."""
+    found = stages_planned(blueprint, cards, demand, layers)
+    for spared in SPARED if demand.expert_memory is None else ():
+        saved = [stage.table_bytes + (found.sizes.n_checkpoints - spared.get("least_checkpoints", LEAST_CHECKPOINTS))
+                 * stage.state_bytes for stage in found.on_paper]
+        if not found.fits and all(plan.total - plan.free <= n for plan, n in zip(found.stages, saved)):
+            other = stages_planned(blueprint, cards, dataclasses.replace(demand, **spared), layers)
+            if other.fits:
+                return other
+    return found
+
+
+def stages_planned(blueprint: Blueprint, cards: list, demand: Demand, layers: list[range]) -> Plan:
+    """The Plan of these layers on each card, with all that was demanded."""
     demand, chunk = dataclasses.replace(demand, split=tuple(map(len, layers))), demand.chunk
     while True:                                 # a second round if the stages have chosen different chunks
         stages = [blueprint.stage(PlannedCard(card), each, demand, chunk) for card, each in zip(cards, layers)]
@@ -732,11 +760,7 @@ def plan_stages(blueprint: Blueprint, cards: list, demand: Demand, layers: list[
         scratch = used - drafts - plain.weight_bytes - kv - states - checkpoints
         planned.append(StagePlan(card.name, stage.layers, card.free_bytes, plain.weight_bytes, kv, states, checkpoints,
                                  scratch, drafts))
-    found, spare = Plan(planned, stages, demand, sizes, stages[0].chunk), demand.least_checkpoints - 1
-    if not found.fits and 0 < spare == sizes.n_checkpoints - 1 and all(
-            plan.total - spare * stage.state_bytes <= plan.free for plan, stage in zip(planned, stages)):
-        return plan_stages(blueprint, cards, dataclasses.replace(demand, least_checkpoints=1), layers)
-    return found
+    return Plan(planned, stages, demand, sizes, stages[0].chunk)
 
 
 def taken(stage, sizes: CacheSizes, n_stages: int) -> int:
@@ -889,7 +913,7 @@ class Planner:
                          f"{show_bytes(work.expert_bytes_read(8))}")
         lines += [f"products of prompts on {card.name}: {said}" for card in self.cards
                   if (said := Products.of(card, d.products).describe(self.blueprint.formats()))]
-        lines += self.expert_lines() + self.kv_lines(longest)
+        lines += plan.spared + self.expert_lines() + self.kv_lines(longest)
         if not (work.grouped or d.packed):      # steps over experts are bound by more than bytes
             lines.append(self.speed_line())
         if len(self.cards) > 1:

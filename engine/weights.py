@@ -47,10 +47,11 @@ class Loader:
     subclasses fill in values.
 
     shapes: name -> row-major shape of every tensor. type_of(name): the tensor's type, as GGUF has it. store: where
-    experts go of which the card holds only some (engine/expert_store.py), else None.
+    experts go of which the card holds only some (engine/expert_store.py), else None. host_table: where token embeddings
+    go if not onto the card (engine/host_table.py), else None.
     """
 
-    store = None
+    store = host_table = None
 
     def __init__(self, card: Card, shapes: dict[str, tuple[int, ...]], type_of):
         self.card, self.shapes, self.type_of = card, shapes, type_of
@@ -65,6 +66,10 @@ class Loader:
         for name, end in zip(names, ends):
             self.fill([matrix.rows(end - self.shapes[name][0], end)], name)
         return matrix
+
+    def table(self, name: str) -> Matrix:
+        """A Matrix of token embeddings, which nothing multiplies. Raises OutOfMemory, and CardError."""
+        return self.host_table.add(name) if self.host_table else self.matrix(name)
 
     def stack(self, *names: str) -> Stack:
         """A Stack of tensors of one width that read the same input, in this order."""

@@ -8,17 +8,20 @@ import operator
 import random
 import re
 
+import numpy as np
 import pytest
 
 import qengine
+from engine import expert_store
 from engine.plan import Demand, Planner, Work, best_split, most_drafts, schedule
 from kernels import probe
-from kernels.card import OutOfMemory, PlannedCard
+from kernels.card import CardError, Lent, Memory, OutOfMemory, PlannedCard
 from kernels.emulated.card import EmulatedCard
 from kernels.emulated.cards import CMP_100_210, H100, T4, V100
 from kernels.open import open_cards
 from qengine import PlannedModel, make_planner, open_model
 from tests.costs import costs_of_27b
+from tests.oracle import oracle_path
 from tests.tiny import ROOT
 
 MB = 1 << 20
@@ -148,32 +151,62 @@ def test_weights_share_an_allocation_as_planned():
 
 
 @pytest.mark.parametrize("n_cards", [1, 2])
-def test_a_context_that_lacks_memory_gets_that_of_a_checkpoint(n_cards):
-    """Where a context fits beside one checkpoint only, the card has one; the others are in host memory."""
+def test_what_is_spared_where_a_context_lacks_memory(n_cards):
+    """First the table of token embeddings, unless the card multiplies with it; then a checkpoint. Both are in host
+    memory, and no token changes."""
     opened = open_model("synthetic:tiny")
     cards = [EmulatedCard(n, memory_bytes=700 * MB) for n in range(n_cards)]
-    demand = opened.demand(ctx=2048, kv_tokens=2048, checkpoint_memory=0, draft="off")
-    full = make_planner(opened, cards, demand).plan
-    assert full.sizes.n_checkpoints == 2
-    states = [stage.state_bytes for stage in full.on_paper]
-    assert states[0] and (n_cards == 1 or not states[1])        # the second card has attention alone
-    for lacking, n_checkpoints in (0, 2), (256, 1):
-        cards = [EmulatedCard(n, memory_bytes=stage.total - (lacking if state else 0))
-                 for n, (stage, state) in enumerate(zip(full.stages, states))]
-        planner = make_planner(opened, cards, demand)
-        assert planner.plan.fits and planner.plan.layers == full.layers
-        assert planner.plan.sizes.n_checkpoints == n_checkpoints
-    engine = qengine.load(opened, card=cards, progress=False, ctx=2048, kv_tokens=2048, checkpoint_memory=0,
-                          draft="off")
-    texts = [[7 + n] * 200 for n in range(3)]
-    want = [engine.generate(text, max_tokens=100, ignore_eos=True) for text in texts]
-    assert [engine.generate(text, max_tokens=100, ignore_eos=True) for text in texts] == want
-    stats = engine.stats()
-    assert stats["cache_hits"] == 3 and stats["checkpoints_fetched"] == 3 and stats["checkpoints_on_card"] == 1
-    engine.close()
-    cards = [EmulatedCard(n, memory_bytes=stage.total - state - 256)
-             for n, (stage, state) in enumerate(zip(full.stages, states))]
-    assert not make_planner(opened, cards, demand).plan.fits
+    options = {"ctx": 2048, "kv_tokens": 2048, "checkpoint_memory": 0, "draft": "off"}
+    full = make_planner(opened, cards, opened.demand(**options)).plan
+    state, table = full.on_paper[0].state_bytes, full.on_paper[0].table_bytes
+    assert state and bool(table) == (n_cards == 2) and not sum(each.state_bytes for each in full.on_paper[1:])
+
+    def lacking(n):
+        return [EmulatedCard(number, memory_bytes=stage.total - (0 if number else n))
+                for number, stage in enumerate(full.stages)]
+
+    texts, answers = [[7 + n] * 200 for n in range(2)], []
+    for n, n_checkpoints in (0, 2), (table, 2), (table + 256, 1), (table + state, 1):
+        plan = make_planner(opened, lacking(n), opened.demand(**options)).plan
+        assert plan.fits and plan.layers == full.layers and plan.sizes.n_checkpoints == n_checkpoints
+        assert plan.demand.table_on_host == (n > 0) and len(plan.spared) == (n and table > 0) + (n_checkpoints == 1)
+        cards = lacking(n)
+        engine = qengine.load(opened, card=cards, progress=False, **options)
+        gc.collect()
+        assert cards[0].free_bytes == plan.stages[0].free - plan.stages[0].total
+        answers += [[engine.generate(text, max_tokens=30, ignore_eos=True) for text in texts] for _ in range(2)]
+        assert engine.stats()["cache_hits"] == 2 and engine.scheduler.cache.n_checkpoints == n_checkpoints
+        engine.close()
+    assert all(answer == answers[0] for answer in answers)
+    plan = make_planner(opened, lacking(table + state + 256), opened.demand(**options)).plan
+    assert not plan.fits and not plan.demand.table_on_host
+
+
+def test_drafts_of_a_model_whose_token_embeddings_are_in_host_memory():
+    """Its draft block reads them, too."""
+    opened, found = open_model(oracle_path("gguf/dense_mtp-Q8_0.gguf")), []
+    options = {"ctx": 512, "kv_tokens": 512, "checkpoint_memory": 0, "draft": 2}
+    full = make_planner(opened, [EmulatedCard(memory_bytes=700 * MB)], opened.demand(**options)).plan.stages[0].total
+    for memory, kind in (full, Memory), (full - 256, Lent):
+        engine = qengine.load(opened, card=EmulatedCard(memory_bytes=memory), progress=False, **options)
+        model = engine.pipeline.last.model
+        assert model.block and type(model.embeddings.values.memory) is type(model.embeddings.scales.memory) is kind
+        found.append(engine.generate([5, 300, 77] * 40, max_tokens=60, ignore_eos=True))
+        assert sum(engine.stats()["drafts_checked"]) > 0
+        engine.close()
+    assert found[0] == found[1]
+
+
+def test_host_memory_that_cannot_be_page_locked_for_token_embeddings(monkeypatch):
+    """Is told in a sentence."""
+    opened = open_model("synthetic:tiny")
+    cards = [EmulatedCard(n, memory_bytes=700 * MB) for n in range(2)]
+    options = {"ctx": 2048, "kv_tokens": 2048, "checkpoint_memory": 0}
+    stage = make_planner(opened, cards, opened.demand(**options)).plan.stages[0]
+    cards[0] = EmulatedCard(memory_bytes=stage.total - 256)
+    monkeypatch.setattr(expert_store, "page_locked", lambda card, n: (np.empty(n, np.uint8), "out of memory"))
+    with pytest.raises(CardError, match=r"lacks memory for token_embd.weight, .* cannot be page-locked .*\(--ctx\)"):
+        qengine.load(opened, card=cards, progress=False, **options)
 
 
 def test_what_drafts_take():
