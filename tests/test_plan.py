@@ -201,9 +201,9 @@ def test_host_memory_that_cannot_be_page_locked_for_token_embeddings(monkeypatch
     """Is told in a sentence."""
     opened = open_model("synthetic:tiny")
     cards = [EmulatedCard(n, memory_bytes=700 * MB) for n in range(2)]
-    options = {"ctx": 2048, "kv_tokens": 2048, "checkpoint_memory": 0}
-    stage = make_planner(opened, cards, opened.demand(**options)).plan.stages[0]
-    cards[0] = EmulatedCard(memory_bytes=stage.total - 256)
+    options = {"ctx": 2048, "kv_tokens": 2048, "checkpoint_memory": 0, "draft": "off"}
+    stages = make_planner(opened, cards, opened.demand(**options)).plan.stages
+    cards = [EmulatedCard(n, memory_bytes=stage.total - (256 if not n else 0)) for n, stage in enumerate(stages)]
     monkeypatch.setattr(expert_store, "page_locked", lambda card, n: (np.empty(n, np.uint8), "out of memory"))
     with pytest.raises(CardError, match=r"lacks memory for token_embd.weight, .* cannot be page-locked .*\(--ctx\)"):
         qengine.load(opened, card=cards, progress=False, **options)
