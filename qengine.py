@@ -2363,8 +2363,7 @@ def load(model: str | Path | OpenModel = DEFAULT_MODEL, card: str | Card | list[
         taken, where = free - sum(card.free_bytes for card in cards), f"the card{'s' * (len(cards) > 1)}"
         note(f"model: {config.name}, {parameters(tensor_shapes(config), config)}; "
              f"{show_bytes(taken)} on {where}, {demand.contexts} tokens of context included")
-    for said in [f"experts: {stage.store}" for stage in stages if stage.store] + planner.plan.spared:
-        if progress:
+        for said in [f"experts: {stage.store}" for stage in stages if stage.store] + planner.plan.spared:
             note(said)
     if progress and not config.pooling:
         note(f"cache: {sizes.n_pages * PAGE_TOKENS:,} tokens of context in all, {sizes.n_checkpoints} checkpoints of "

@@ -11,9 +11,9 @@ speeds      Tokens per second of decoding at these contexts, and of prompts of t
 long        A prompt of so many tokens, in so much memory of the card: tokens per second up to each quarter of it, and
             of its answer, and memory. Then another one, which is cancelled while it is read: seconds until it has
             ended, and until a short request behind it has its first token.
-steps       How far the logits of decode steps are from those in float16, for the same tokens before: KL divergence in nats,
-            mean and what 1 step in 1,000 exceeds, and how many likeliest tokens are the same. The texts are held-out
-            ones of the model that comes along, which is also the default, or random tokens.
+steps       How far the logits of decode steps are from those in float16, for the same tokens before: KL divergence in
+            nats, mean and what 1 step in 1,000 exceeds, and how many likeliest tokens are the same. The texts are
+            held-out ones of the model that comes along, which is also the default, or random tokens.
 all         What a card is to be asked of long contexts, as much as fits into so many seconds: tests of the kernels, of
             all formats at 262,144 tokens first; that many tokens in 16 GB; bits of whole models; sparse prompts
             (benchmarks/sparse.py); speeds of all formats. A part that fails or takes too long does not keep the next
@@ -100,13 +100,14 @@ def speeds(options):
     print(f"| {FLOAT16}, beside the last | {' | '.join(cells)} |", flush=True)
 
 
-# ---- decoded tokens ------------------------------------------------------------------------------------------
+# ---- decoded tokens ----------------------------------------------------------------------------------------
 
 
 def steps(options):
     """Prints a row for each format."""
     opened, n = qengine.open_model(options.model), options.texts * (READ + STEPS)
-    print(f"{options.model}, {options.texts} {'random ' * options.random}texts, steps {READ + 1:,} to {READ + STEPS:,}\n"
+    kind = "random" if options.random else "held-out"
+    print(f"{options.model}, {options.texts} {kind} texts, steps {READ + 1:,} to {READ + STEPS:,}\n"
           "| format | KL, mean | 99.9 % | same token |\n|---|---:|---:|---:|", flush=True)
     ids = (np.random.default_rng(0).integers(0, opened.config.n_vocab, n) if options.random else
            opened.tokenizer.encode(tasks.heldout_text(random.Random("steps"), 2 * n))[:n])

@@ -701,9 +701,9 @@ class Plan:
         """What it does without, to fit, for people."""
         table, said = sum(stage.table_bytes for stage in self.on_paper), []
         if self.demand.table_on_host and table:
-            said.append(f"token embeddings: {show_bytes(table)} of page-locked host memory, for lack of room on the card")
+            said.append(f"token embeddings: {show_bytes(table)} of page-locked host memory, as the card lacks room")
         if self.sizes.n_checkpoints < LEAST_CHECKPOINTS:
-            said.append("checkpoints: one on the card, for lack of room, and the others in host memory")
+            said.append("checkpoints: one on the card, as it lacks room, and the others in host memory")
         return said
 
     @property
@@ -813,6 +813,8 @@ class Planner:
         self.moves_experts = not self.plan.fits and demand.expert_memory is None and self.costs.expert_bytes > 0
         if self.moves_experts:
             self._move_experts()
+        if not self.plan.fits:      # then it says what is missing where all is spared that can be
+            self.plan = self.planned(**SPARED[-1])
 
     @functools.cached_property
     def costs(self) -> LayerCosts:

@@ -761,7 +761,7 @@ def test_closing_gives_what_runs_and_waits_some_time(card, engine):
 
 
 @pytest.mark.parametrize("megabytes, way_out", [(4, "nothing else of its size would"),
-                                                (25.2, "it would with --slots 2 or --ctx 960 or")])
+                                                (25, "it would with --slots 2 or --ctx 960 or")])
 def test_memory_that_does_not_suffice_is_shown(megabytes, way_out):
     with pytest.raises(OutOfMemory, match=rf"tiny does not fit:\n.*\nemulated card 0 .* too much\n{way_out}"):
         load_tiny(EmulatedCard(memory_bytes=int(megabytes * 2 ** 20)), chunk=CONTEXT, draft="off")

@@ -179,7 +179,7 @@ def test_what_is_spared_where_a_context_lacks_memory(n_cards):
         engine.close()
     assert all(answer == answers[0] for answer in answers)
     plan = make_planner(opened, lacking(table + state + 256), opened.demand(**options)).plan
-    assert not plan.fits and not plan.demand.table_on_host
+    assert plan.stages[0].total - plan.stages[0].free == 256        # what is missing though all is spared
 
 
 def test_drafts_of_a_model_whose_token_embeddings_are_in_host_memory():
@@ -247,12 +247,12 @@ def test_a_shorter_context_fits_where_a_longer_one_does(monkeypatch):
     tight = [Granular(number, like=like, memory_bytes=n_bytes) for number, (like, n_bytes) in enumerate(
         ((CMP_100_210, 553_131_617), (H100, 458_933_304), (H100, 605_818_119)))]
     plans = planner("synthetic:0.8b", tight)
-    assert [plans.planned(n_ctx=n).fits for n in (2048, 2112, 2560, 4096, 4160)] == [True] * 4 + [False]
-    assert plans.longest_context() == 4096
+    assert [plans.planned(n_ctx=n).fits for n in (2048, 2112, 2560, 4096, 14_336, 14_400)] == [True] * 5 + [False]
+    assert plans.longest_context() == 14_336
 
 
 def test_what_would_make_it_fit_does_and_no_less():
-    card = EmulatedCard(like=CMP_100_210, memory_bytes=23 << 29)
+    card = EmulatedCard(like=CMP_100_210, memory_bytes=22 << 29)
     plans = planner("synthetic:9b", [card], n_ctx=32768, slots=32)
     assert not plans.plan.fits
     slots, ctx, more, smaller = plans.changes()
@@ -424,7 +424,7 @@ def test_a_plan_within_a_bound():
     assert planner("synthetic:9b", typed(H100), memory=200 << 30).plan.stages[0].free == H100.memory  # there is no more
 
 
-@pytest.mark.parametrize("gigabytes, n_ctx", [(9, 4096), (12, 262144), (0, 64)])
+@pytest.mark.parametrize("gigabytes, n_ctx", [(8, 4096), (12, 262144), (0, 64)])
 def test_what_would_do_is_said_and_does(gigabytes, n_ctx):
     plans = planner("synthetic:9b", typed(H100), n_ctx=n_ctx, memory=gigabytes << 30)
     wish = next(change for change in plans.changes() if change.startswith("--memory "))
