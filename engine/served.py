@@ -286,6 +286,8 @@ class Models:
     def _seconds(self) -> float | None:
         """How long nothing is to be done, unless a request comes; None: until one comes."""
         times = [one.leaves() for one in self.served if one.may_go() and one.leaves() < math.inf]
+        # A request that still waits for a model then has slept through its refusal, and has it loaded.
+        times += [one.refused_until for one in self.served if one.n_awaiting and one.engine is None]
         return max(0.0, min(times) - time.monotonic()) if times else None
 
     def _load(self, served: Served):
