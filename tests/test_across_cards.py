@@ -270,13 +270,16 @@ def patience(fault, monkeypatch):
 @pytest.mark.parametrize("n, kv", [(1, "float16"), (1, "q8+3"), (3, "float16")])
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_card_that_fails_is_named(n, kv, fault, patience):
-    """Whichever it is, and in whatever way: all requests hear of it, and nothing hangs."""
-    for number in range(n):
-        engine = load((4,) if n == 1 else (1, 2, 1), kv=kv)
+    """Whichever it is, and in whatever way: all requests hear of it, and nothing hangs. The time until
+    a card is given up passes for all cards at once, each of which fails in an engine of its own."""
+    failing = []
+    for number, engine in enumerate([load((4,) if n == 1 else (1, 2, 1), kv=kv) for _ in range(n)]):
         bad, before = engine.cards[number], time.time()
         generations = [engine.submit(request(seed, 100, 300)) for seed in range(SLOTS + 2)]
         next(iter(generations[0]))
         fault(bad)
+        failing.append((engine, bad, before, generations))
+    for engine, bad, before, generations in failing:
         for generation in generations:
             with pytest.raises(qengine.EngineStopped, match=f"{bad.name} {FAULTS[fault]}"):
                 list(generation)
