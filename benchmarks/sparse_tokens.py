@@ -1,7 +1,8 @@
 """Which tokens change where a prompt leaves out keys: `python -m benchmarks.sparse_tokens`, in PyTorch.
 
 The shipped model in float32 (models/network.py) reads held-out prompts whole, and then with the pages of keys that
-kernels/block_sparse.py chooses; the choice is made of float32 here. Kinds of prompts:
+kernels/block_sparse.py chooses; the choice is made of float32 here. With --card the engine reads them instead, with its
+own numbers and kernels, which is several times as fast. Kinds of prompts:
 
     recall  the questions of models/evaluate.py about people that are told of far before
     chat    conversations about everything that the model has learnt, then a question about a fact
@@ -14,16 +15,20 @@ are the same; and the KL divergence there, in nats.
 """
 
 import argparse
+import functools
 import json
 import math
 import random
 
+import numpy as np
 import torch
 
-from benchmarks.sparse import RULES, same_beginning
+import qengine
+from benchmarks.sparse import RULES, log_softmax, same_beginning
 from cli.ending import run_program
+from kernels import block_sparse
 from kernels.attention import PAGE
-from kernels.block_sparse import MEAN
+from kernels.block_sparse import MEAN, RULE
 from models import evaluate, network, tasks
 from models.data import prompt_of
 
@@ -163,6 +168,38 @@ def compared(net, ids: list[int], end: int, rules: dict) -> dict:
     return found
 
 
+def compared_by_engine(engine, ids: list[int], rules: dict) -> dict:
+    """The same of an engine whose requests may ask for sparse prompts."""
+    def read(is_sparse):
+        """(the Generation of an answer, its tokens, log-probabilities after every STRIDE-th token of the prompt)."""
+        engine.clear_cache()
+        generation = engine.submit(qengine.Request(ids, max_tokens=ANSWER, sparse=is_sparse))
+        answer = [delta.token_id for delta in generation]
+        engine.sparse = "on" if is_sparse else "ask"
+        rows = np.concatenate([part[-start % STRIDE::STRIDE] for start, part in starts_of(engine.logit_rows(ids))])
+        engine.sparse = "ask"
+        return generation, answer, log_softmax(rows)
+
+    (_, answer, dense), found = read(False), {}
+    for name, block_sparse.RULE in rules.items():
+        (generation, tokens, sparse), first = read(True), block_sparse.RULE.dense * PAGE // STRIDE
+        same = sparse.argmax(1) == dense.argmax(1)
+        found[name] = {"read": generation.keys_read, "seen": generation.keys_seen, "answer": len(answer),
+                       "same_answer": same_beginning(tokens, answer), "rows": len(same[first:]),
+                       "same": int(same[first:].sum()),
+                       "divergence": float((np.exp(dense) * (dense - sparse)).sum(1)[first:].sum())}
+    block_sparse.RULE = RULE
+    return found
+
+
+def starts_of(parts):
+    """(how many rows come before it, part) of each of some arrays of rows."""
+    start = 0
+    for part in parts:
+        yield start, part
+        start += len(part)
+
+
 def show(name: str, kind: str, results: list[dict]) -> str:
     """A row of the table."""
     total = {key: sum(result[key] for result in results) for key in results[0]}
@@ -175,6 +212,7 @@ def show(name: str, kind: str, results: list[dict]) -> str:
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("-m", "--model", default=evaluate.FILE, help="default: the shipped model")
+    parser.add_argument("--card", help="let the engine read them, on this card")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
     parser.add_argument("--lengths", nargs="+", type=int, default=[12_000, 16_000])
     parser.add_argument("--n", type=int, default=2, help="prompts of each kind and length (default: 2)")
@@ -185,6 +223,10 @@ def main():
     options = parser.parse_args()
     net, tokenizer, _ = evaluate.load(options.model)
     end, rules = tokenizer.token_to_id("<|im_end|>"), {name: RULES[name] for name in options.rules}
+    compare = functools.partial(compared, net, end=end, rules=rules)
+    if options.card:
+        engine = qengine.load(options.model, card=options.card, ctx=evaluate.CONTEXT, draft="off", sparse="ask")
+        compare = functools.partial(compared_by_engine, engine, rules=rules)
     print("| prompts | rule | keys read | tokens of answers alike | likeliest tokens alike | KL |")
     print("|---|---|---|---|---|---|", flush=True)
     for length in options.lengths:
@@ -193,7 +235,7 @@ def main():
             for number in range(options.first, options.first + options.n):
                 with torch.inference_mode():
                     ids = prompt(tokenizer, kind, length, number)
-                    results.append(compared(net, ids, end, rules))
+                    results.append(compare(ids=ids))
                 if options.json:
                     with open(options.json, "a") as file:
                         print(json.dumps({"kind": kind, "tokens": len(ids), "rules": results[-1]}), file=file)

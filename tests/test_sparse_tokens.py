@@ -6,10 +6,12 @@ import pytest
 torch = pytest.importorskip("torch", reason="models/requirements.txt is not installed: no torch")
 
 from benchmarks import sparse_tokens  # noqa: E402
-from kernels.block_sparse import (FEW, PAGE, kept_reference, levels_reference, masses_reference,  # noqa: E402
+from kernels import block_sparse  # noqa: E402
+from kernels.block_sparse import (FEW, PAGE, RULE, kept_reference, levels_reference, masses_reference,  # noqa: E402
                                   means_reference, sample_text)
 from kernels.rope import QWEN3, heads_of  # noqa: E402
 from models import network  # noqa: E402
+from tests.models import load_tiny  # noqa: E402
 from tests.training import relative  # noqa: E402
 
 SHAPE = network.Shape(n_vocab=512, hidden=64, ffn=96, n_layers=4, n_heads=2)
@@ -73,3 +75,17 @@ def test_what_a_rule_changes_is_counted(net):
     same = sparse_tokens.Text(net, IDS, few).hidden[:4 * PAGE]
     assert torch.equal(same, sparse_tokens.Text(net, IDS).hidden[:4 * PAGE])
     assert "| recall, 1 | few |" in sparse_tokens.show("few", "recall", [few_found])
+
+
+def test_the_engine_says_what_it_reads_and_changes(monkeypatch):
+    """Of a text in two passes, with a rule that leaves nothing out, and with one that leaves much out."""
+    monkeypatch.setattr(sparse_tokens, "ANSWER", 4)
+    engine = load_tiny("emulated", ctx=1024, sparse="ask")
+    whole, few = FEW._replace(dense=99), FEW._replace(dense=4)
+    found = sparse_tokens.compared_by_engine(engine, IDS, {"whole": whole, "few": few})
+    assert found["whole"]["read"] == found["whole"]["seen"] == found["few"]["seen"] > found["few"]["read"]
+    assert found["whole"]["rows"] == 0 and found["whole"]["same_answer"] == found["whole"]["answer"] == 4
+    assert found["few"]["rows"] == -(-len(IDS) // sparse_tokens.STRIDE) - 4 * PAGE // sparse_tokens.STRIDE
+    assert 0 < found["few"]["divergence"] and found["few"]["same"] < found["few"]["rows"]
+    assert engine.sparse == "ask" and block_sparse.RULE is RULE
+    engine.close()
