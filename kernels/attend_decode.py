@@ -256,6 +256,13 @@ def product_functions(own_keys):
 
 
 @cuda.jit(device=True, forceinline=True)
+def cut(last_page):
+    """(pages of a unit, number of the last unit) of a sequence that ends in this page."""
+    shift = uint32(uint32(32) - uint32(cuda.clz(uint32(last_page // uint32(UNITS)))))
+    return uint32(uint32(1) << shift), uint32(last_page >> shift)
+
+
+@cuda.jit(device=True, forceinline=True)
 def merge_units(acc, values, weights, at, to_sums):
     """Adds MERGED units, in increasing order: factor * values to acc[0 .. 3], factor * sum to acc[4]. In `weights`,
     their factors begin at `at` and their sums to_sums further."""
@@ -400,6 +407,7 @@ def attend_kernel(format, group, head_dim, rotary, gated, quantized, early, widt
         load_keys, put_key, dot_heads = attend_codes.key_functions(format.keys, head_dim, own_keys)
         query_type, n_k_words = element, attend_codes.n_key_words(own_keys)
     weigh_units, load_units = unit_functions(head_dim, group)
+    cut_pages = cut
 
     @cuda.jit(device=True, forceinline=True)
     def row_and_head(t):
@@ -496,8 +504,7 @@ def attend_kernel(format, group, head_dim, rotary, gated, quantized, early, widt
             before = uint32(row // n_answers)
             answer = uint32(row - before * n_answers)
         last_page = uint32(position // uint32(PAGE))
-        shift = uint32(uint32(32) - uint32(cuda.clz(uint32(last_page // uint32(UNITS)))))
-        last_unit = uint32(last_page >> shift)
+        unit_pages, last_unit = cut_pages(last_page)
         if unit > last_unit:
             return
         count = uint32(1)                               # rows of the block; the same for all units of an answer
@@ -510,8 +517,8 @@ def attend_kernel(format, group, head_dim, rotary, gated, quantized, early, widt
                     count = uint32(r + uint32(1))
             count = uniform(count)
         n_live = uint32(count * uint32(group))
-        first_page = uint32(unit << shift)
-        end_page = uint32(min(uint32(first_page + uint32(uint32(1) << shift)), uint32(last_page + uint32(1))))
+        first_page = uint32(unit * unit_pages)
+        end_page = uint32(min(uint32(first_page + unit_pages), uint32(last_page + uint32(1))))
         first_head = uint32(share * uint32(group))
         first_key = uint32(warp * uint32(KEYS))
 

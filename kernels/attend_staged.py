@@ -233,20 +233,19 @@ def scores_of_halves(kind, head_dim, group):
     def sum_key(j):
         """Of keys j and j + 4, one for each half of the warp: the lane's part of the products with all heads."""
         @cuda.jit(device=True, forceinline=True)
-        def sum_one(x, keys_at, queries, lane):
-            chunk, upper = uint32(lane & uint32(chunks - 1)), (lane & uint32(16)) != uint32(0)
-            at = keys_at + uint64(4 * row * j)
-            if own_keys != KEYS:
-                at = at + uint64(uint32(uint32(lane >> uint32(4)) * uint32(4 * row * own_keys)))
-            k = load_shared_row(at, chunk)
+        def sum_one(x, rows, queries, lane):
+            (own, other), chunk = rows, uint32(lane & uint32(chunks - 1))
+            k = load_shared_row(own + uint64(4 * row * j), chunk)
             further = k
             if own_keys == KEYS:
-                further = load_shared_row(at + uint64(4 * row * 4), chunk)
+                further = load_shared_row(other + uint64(4 * row * j), chunk)
             for h in range(uint32(HEADS)):
                 n = uint32(uint32(4) * h + uint32(j))
                 if h < uint32(group):
                     q = load_shared4(queries + uint64(uint32(uint32(h) * uint32(query_bytes) + chunk * uint32(16))))
-                    x[n] = exchange_floats(dot(q, k), dot(q, further), upper, 16) if own_keys == KEYS else dot(q, k)
+                    x[n] = dot(q, k)
+                    if own_keys == KEYS:
+                        x[n] = x[n] + cuda.shfl_xor_sync(EVERY_LANE, dot(q, further), 16)
                 else:
                     x[n] = x[uint32(n - uint32(4))]     # the last head again
         return sum_one
@@ -256,7 +255,8 @@ def scores_of_halves(kind, head_dim, group):
     @cuda.jit(device=True, forceinline=True)
     def scores(keys_at, queries, scale, lane):
         x = cuda.local.array(16, float32)               # [head][key, or pair of keys]
-        sum_keys(x, keys_at, queries, lane)
+        half = uint32(uint32(lane >> uint32(4)) * uint32(16 * row))     # to the keys of the lane's half of the warp
+        sum_keys(x, (keys_at + uint64(half), keys_at + uint64(uint32(uint32(16 * row) - half))), queries, lane)
         for h in range(uint32(HEADS)):
             n, upper = uint32(uint32(4) * h), (lane & uint32(8)) != uint32(0)
             x0 = exchange_floats(x[n], x[n + uint32(2)], upper, 8)
