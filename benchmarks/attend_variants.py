@@ -43,10 +43,10 @@ from numba.types import uint32
 from benchmarks import attend_former, attend_registers
 from cli.ending import run_program
 from kernels import attend_decode, attend_staged
-from kernels.assembler import find_assembler, run_assembler
+from kernels.assembler import cubin_path, find_assembler, run_assembler
 from kernels.attend_decode import ALONE, UNITS, WARPS, Sample
 from kernels.bench import model_of, replay_seconds
-from kernels.compile import compile_kernel, supported_ccs
+from kernels.compile import CACHE_DIR, compile_kernel, store, supported_ccs
 from kernels.emulated.estimate import blocks_per_sm
 from kernels.kv_cache import Pages
 from kernels.kv_formats import KV_FORMATS, PAGE
@@ -160,12 +160,13 @@ def compile_all(card, jobs) -> dict:
 
 
 def compile_one(name: str, variant: str, group: int, major: int, minor: int, early: int):
-    """Compiles what a job needs, into the cache of kernels, and prints its sizes."""
+    """Compiles what a job needs, into the caches of kernels, and prints its sizes."""
     cc, (kernel, types) = (major, minor), kernel_of(KV_FORMATS[name], variant, group, bool(early))
     compiled = compile_kernel(kernel, types, cc)
     if find_assembler() is None or cc not in supported_ccs():
         raise SystemExit("nothing to assemble it with")
-    _, words = run_assembler(find_assembler()[0], compiled, cc)
+    code, words = run_assembler(find_assembler()[0], compiled, cc)
+    store(cubin_path(compiled, cc, CACHE_DIR), code)
     n_registers, n_shared = re.search(r"Used (\d+) registers", words), re.search(r"(\d+) bytes smem", words)
     print("sizes", n_registers[1], n_shared[1], sum(map(int, re.findall(r"(\d+) bytes spill", words))))
 
