@@ -269,8 +269,8 @@ def scores_of_halves(kind, head_dim, group):
     return own_scale, key_of, scores
 
 
-def value_functions(kind, head_dim, group, rolled):
-    """add_values: the products of probabilities and values. rolled: the keys are a loop in machine code, too."""
+def value_functions(kind, head_dim, group):
+    """add_values: the products of probabilities and values."""
     row, load_row = kind.row(head_dim), kind.functions(head_dim).load_shared
     own_keys, chunks, n_chains = KEYS * head_dim // 256, head_dim // 8, 4 * group
 
@@ -291,13 +291,7 @@ def value_functions(kind, head_dim, group, rolled):
             add_key(chains, values_at + uint64(4 * row * j), p_at + uint64(16 * j), chunk)
         return add_one
 
-    @cuda.jit(device=True, forceinline=True)
-    def add_in_a_loop(chains, values_at, p_at, chunk):
-        for j in range(uint32(own_keys)):
-            add_key(chains, values_at + uint64(uint32(uint32(j) * uint32(4 * row))),
-                    p_at + uint64(uint32(uint32(j) * uint32(16))), chunk)
-
-    add_keys = add_in_a_loop if rolled else in_turn([add_key_function(j) for j in range(own_keys)])
+    add_keys = in_turn([add_key_function(j) for j in range(own_keys)])
 
     @cuda.jit(device=True, forceinline=True)
     def add_values(o, values_at, p_at, lane):
@@ -315,7 +309,7 @@ def value_functions(kind, head_dim, group, rolled):
     return add_values
 
 
-def walk_of(format, head_dim, group, put_rows_function, rolled=False):
+def walk_of(format, head_dim, group, put_rows_function):
     """The Walk. put_rows_function(put_row): puts all new rows, of kernels/attend_decode.py."""
     k_row, v_row = format.keys.row(head_dim), format.values.row(head_dim)
     load_keys, store_keys, put_key = slice_functions(k_row)
@@ -325,7 +319,7 @@ def walk_of(format, head_dim, group, put_rows_function, rolled=False):
     parts = scores_of_codes(format.keys, head_dim, group) if by_codes else \
         scores_of_halves(format.keys, head_dim, group)
     own_scale, key_of, scores = parts
-    add_values = value_functions(format.values, head_dim, group, rolled)
+    add_values = value_functions(format.values, head_dim, group)
     query_bytes = 4 * query_row(k_row) if by_codes else 2 * head_dim
     key_bits = (8, 16, 4) if by_codes and head_dim == 256 else (4, 8, 16)   # of a lane's number: its key, in this order
     k_bytes, slice_bytes = 4 * k_row, 4 * KEYS * k_row
