@@ -234,6 +234,7 @@ def scores_of_halves(kind, head_dim, group):
         """Of keys j and j + 4, one for each half of the warp: the lane's part of the products with all heads."""
         @cuda.jit(device=True, forceinline=True)
         def sum_one(x, rows, queries, lane):
+            """rows: addresses of the first key of the lane's half and of the first one of the other half."""
             (own, other), chunk = rows, uint32(lane & uint32(chunks - 1))
             k = load_shared_row(own + uint64(4 * row * j), chunk)
             further = k
@@ -255,7 +256,7 @@ def scores_of_halves(kind, head_dim, group):
     @cuda.jit(device=True, forceinline=True)
     def scores(keys_at, queries, scale, lane):
         x = cuda.local.array(16, float32)               # [head][key, or pair of keys]
-        half = uint32(uint32(lane >> uint32(4)) * uint32(16 * row))     # to the keys of the lane's half of the warp
+        half = uint32(uint32(lane >> uint32(4)) * uint32(16 * row))     # bytes to the keys of the lane's half
         sum_keys(x, (keys_at + uint64(half), keys_at + uint64(uint32(uint32(16 * row) - half))), queries, lane)
         for h in range(uint32(HEADS)):
             n, upper = uint32(uint32(4) * h), (lane & uint32(8)) != uint32(0)

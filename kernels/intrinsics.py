@@ -131,15 +131,6 @@ opaque = _instruction("mov.b32 $0, $1;", uint32, uint32,
 
 
 @intrinsic
-def no_thread(context):
-    """0, of which not even the assembler knows that: the last index of a thread in a block of one or two dimensions.
-    A constant to which it is added stays in a register, where LOP3 can take it beside a constant of its own."""
-    def codegen(context, builder, signature, values):
-        return builder.asm(ir.FunctionType(ir.IntType(32), []), "mov.u32 $0, %tid.z;", "=r", [], False)
-    return uint32(), codegen
-
-
-@intrinsic
 def opaque_address(context, address):
     """An address, of which the compiler knows nothing, as `opaque`."""
     def codegen(context, builder, signature, values):

@@ -55,7 +55,7 @@ from numba.types import float16, float32, int32, uint32, uint64
 from kernels.hadamard import BLOCK, EVERY_LANE, ROOT, turn, turn_back_reference, turn_reference
 from kernels.intrinsics import (BIAS_FLOAT, BIAS_WORD, div_rn, float_as_word, float_max,
                                 float_min, hadd2, half_bits, hfma2, hmul2, load_shared, load_shared4, load_word,
-                                load_words4, no_thread, prmt, warp_max, warp_sum)
+                                load_words4, prmt, warp_max, warp_sum)
 from kernels.limits import FLOAT16
 from kernels.rope import store_function
 
@@ -367,7 +367,9 @@ def _expander(bits):
 
     @cuda.jit(device=True, forceinline=True)
     def of_pair(w, t, m):
-        return hfma2(uint32(uint32(w & uint32(mask)) | uint32(uint32(ones) + no_thread())), t, m)
+        # LOP3 does both for one constant in a register. threadIdx.z is 0, but the assembler does not know that.
+        in_register = uint32(uint32(ones) + uint32(cuda.threadIdx.z))
+        return hfma2(uint32(uint32(w & uint32(mask)) | in_register), t, m)
 
     @cuda.jit(device=True, forceinline=True)
     def of_nibbles(w0, w1, t):
