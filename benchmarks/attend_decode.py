@@ -175,7 +175,7 @@ SECTIONS = "SpeedOfLight", "ComputeWorkloadAnalysis", "SchedulerStats", "WarpSta
 COUNTERS = re.compile("|".join((
     r"gpu__time_duration\.sum", r"dram__throughput.*pct.*", r"dram__bytes_read\.sum", r"smsp__inst_executed\.sum",
     r"smsp__issue_active\.avg.*", r"smsp__warps_(active|eligible)\.avg.*", r"sm__cycles_active\.avg",
-    r"sm__inst_executed_pipe_\w+\.avg\.pct_of_peak_sustained_active", r"sm__pipe_\w+\.avg\.pct_of_peak_sustained_active",
+    r"sm__(inst_executed_)?pipe_\w+\.avg\.pct_of_peak_sustained_active",
     r"l1tex__data_(pipe_lsu_wavefronts|bank_conflicts)\w*\.avg(\.pct.*)?",
     r"smsp__average_warps?_\w*issue_stalled_(?!.*not_issued)\w+\.ratio")))
 PROFILE_SECONDS = 60
