@@ -173,7 +173,7 @@ def main():
 
 SECTIONS = "SpeedOfLight", "ComputeWorkloadAnalysis", "SchedulerStats", "WarpStateStats", "MemoryWorkloadAnalysis"
 COUNTERS = re.compile("|".join((
-    r"gpu__time_duration\.sum", r"dram__throughput.*pct.*", r"dram__bytes_read\.sum", r"smsp__inst_executed\.sum",
+    r"gpu__time_duration\.sum", r"(gpu__)?dram_\w+\.(avg\.pct|sum)\S*", r"smsp__inst_(executed|issued)\.sum",
     r"smsp__issue_active\.avg.*", r"smsp__warps_(active|eligible)\.avg.*", r"sm__cycles_active\.avg",
     r"sm__(inst_executed_)?pipe_\w+\.avg\.pct_of_peak_sustained_active",
     r"l1tex__data_(pipe_lsu_wavefronts|bank_conflicts)\w*\.avg(\.pct.*)?",
