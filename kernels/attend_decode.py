@@ -16,10 +16,10 @@ the answer, at position p, and row j the j-th draft after it, at p + j. Rows wit
 nothing. The void rows of an answer come after its others, and no row lies beyond the page of row 0. A row has the
 bits of a plain step at its position.
 
-**How a sequence is cut.** A *unit* is 2^s pages of 64 keys, with the smallest s for which the pages up to the row's
-position make at most 64 units. So the bits depend neither on the batch nor on the card, and one recorded launch serves
-every length: its blocks beyond the last unit end at once. 300 tokens are 5 units of 1 page, 4,620 tokens 37 units of 2
-pages, 18,400 tokens 36 units of 8 pages, 262,144 tokens 64 units of 64 pages.
+**How a sequence is cut.** A *unit* is n pages of 64 keys, with the smallest n for which the pages up to the row's
+position make at most 64 units; the last unit may have fewer. So the bits depend neither on the batch nor on the card,
+and one recorded launch serves every length: its blocks beyond the last unit end at once. 300 tokens are 5 units of 1
+page, 4,620 tokens 37 units of 2 pages, 18,400 tokens 58 units of 5 pages, 262,144 tokens 64 units of 64 pages.
 
     grid (n_kv, rows, units): a block of 8 warps per row and unit, at most 64 units
     page   | 8 keys | 8 keys | .. | 8 keys |
@@ -253,6 +253,13 @@ def product_functions(own_keys):
         return h
 
     return dot_heads, chain_values
+
+
+@cuda.jit(device=True, forceinline=True)
+def cut(last_page):
+    """(pages of a unit, number of the last unit) of a sequence that ends in this page."""
+    pages = uint32(uint32(last_page // uint32(UNITS)) + uint32(1))
+    return pages, uint32(last_page // pages)
 
 
 @cuda.jit(device=True, forceinline=True)
@@ -496,8 +503,7 @@ def attend_kernel(format, group, head_dim, rotary, gated, quantized, early, widt
             before = uint32(row // n_answers)
             answer = uint32(row - before * n_answers)
         last_page = uint32(position // uint32(PAGE))
-        shift = uint32(uint32(32) - uint32(cuda.clz(uint32(last_page // uint32(UNITS)))))
-        last_unit = uint32(last_page >> shift)
+        unit_pages, last_unit = cut(last_page)
         if unit > last_unit:
             return
         count = uint32(1)                               # rows of the block; the same for all units of an answer
@@ -510,8 +516,8 @@ def attend_kernel(format, group, head_dim, rotary, gated, quantized, early, widt
                     count = uint32(r + uint32(1))
             count = uniform(count)
         n_live = uint32(count * uint32(group))
-        first_page = uint32(unit << shift)
-        end_page = uint32(min(uint32(first_page + uint32(uint32(1) << shift)), uint32(last_page + uint32(1))))
+        first_page = uint32(unit * unit_pages)
+        end_page = uint32(min(uint32(first_page + unit_pages), uint32(last_page + uint32(1))))
         first_head = uint32(share * uint32(group))
         first_key = uint32(warp * uint32(KEYS))
 
@@ -775,7 +781,7 @@ def attend_decode(card, out, qkv, pages, places, scratch, rows, *, width=1, earl
 
 # ---- check -------------------------------------------------------------------------------------------------
 
-# (heads, n_kv, positions: a row each), shape of the heads. Beyond 4,096 tokens a unit is two pages, then four.
+# (heads, n_kv, positions: a row each), shape of the heads. Beyond 4,096 tokens a unit is two pages, then three.
 CASES = [((4, 2, (0, 609, 63)), QWEN35), ((16, 4, (64, 1)), QWEN35), ((24, 4, (65, 255, 256, 31)), QWEN35),
          ((32, 2, (65, 4096, 0)), QWEN35), ((11, 1, (63, 130)), QWEN3),
          ((8, 2, (4095, 4096, 8320)), QWEN35), ((4, 2, (0, 609, 63)), QWEN3), ((5, 1, (66, 4, 133)), QWEN3),

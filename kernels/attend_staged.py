@@ -233,20 +233,20 @@ def scores_of_halves(kind, head_dim, group):
     def sum_key(j):
         """Of keys j and j + 4, one for each half of the warp: the lane's part of the products with all heads."""
         @cuda.jit(device=True, forceinline=True)
-        def sum_one(x, keys_at, queries, lane):
-            chunk, upper = uint32(lane & uint32(chunks - 1)), (lane & uint32(16)) != uint32(0)
-            at = keys_at + uint64(4 * row * j)
-            if own_keys != KEYS:
-                at = at + uint64(uint32(uint32(lane >> uint32(4)) * uint32(4 * row * own_keys)))
-            k = load_shared_row(at, chunk)
+        def sum_one(x, rows, queries, lane):
+            """rows: addresses of the first key of the lane's half and of the first one of the other half."""
+            (own, other), chunk = rows, uint32(lane & uint32(chunks - 1))
+            k = load_shared_row(own + uint64(4 * row * j), chunk)
             further = k
             if own_keys == KEYS:
-                further = load_shared_row(at + uint64(4 * row * 4), chunk)
+                further = load_shared_row(other + uint64(4 * row * j), chunk)
             for h in range(uint32(HEADS)):
                 n = uint32(uint32(4) * h + uint32(j))
                 if h < uint32(group):
                     q = load_shared4(queries + uint64(uint32(uint32(h) * uint32(query_bytes) + chunk * uint32(16))))
-                    x[n] = exchange_floats(dot(q, k), dot(q, further), upper, 16) if own_keys == KEYS else dot(q, k)
+                    x[n] = dot(q, k)
+                    if own_keys == KEYS:
+                        x[n] = x[n] + cuda.shfl_xor_sync(EVERY_LANE, dot(q, further), 16)
                 else:
                     x[n] = x[uint32(n - uint32(4))]     # the last head again
         return sum_one
@@ -256,7 +256,8 @@ def scores_of_halves(kind, head_dim, group):
     @cuda.jit(device=True, forceinline=True)
     def scores(keys_at, queries, scale, lane):
         x = cuda.local.array(16, float32)               # [head][key, or pair of keys]
-        sum_keys(x, keys_at, queries, lane)
+        half = uint32(uint32(lane >> uint32(4)) * uint32(16 * row))     # bytes to the keys of the lane's half
+        sum_keys(x, (keys_at + uint64(half), keys_at + uint64(uint32(uint32(16 * row) - half))), queries, lane)
         for h in range(uint32(HEADS)):
             n, upper = uint32(uint32(4) * h), (lane & uint32(8)) != uint32(0)
             x0 = exchange_floats(x[n], x[n + uint32(2)], upper, 8)
@@ -269,8 +270,8 @@ def scores_of_halves(kind, head_dim, group):
     return own_scale, key_of, scores
 
 
-def value_functions(kind, head_dim, group, rolled):
-    """add_values: the products of probabilities and values. rolled: the keys are a loop in machine code, too."""
+def value_functions(kind, head_dim, group):
+    """add_values: the products of probabilities and values."""
     row, load_row = kind.row(head_dim), kind.functions(head_dim).load_shared
     own_keys, chunks, n_chains = KEYS * head_dim // 256, head_dim // 8, 4 * group
 
@@ -291,13 +292,7 @@ def value_functions(kind, head_dim, group, rolled):
             add_key(chains, values_at + uint64(4 * row * j), p_at + uint64(16 * j), chunk)
         return add_one
 
-    @cuda.jit(device=True, forceinline=True)
-    def add_in_a_loop(chains, values_at, p_at, chunk):
-        for j in range(uint32(own_keys)):
-            add_key(chains, values_at + uint64(uint32(uint32(j) * uint32(4 * row))),
-                    p_at + uint64(uint32(uint32(j) * uint32(16))), chunk)
-
-    add_keys = add_in_a_loop if rolled else in_turn([add_key_function(j) for j in range(own_keys)])
+    add_keys = in_turn([add_key_function(j) for j in range(own_keys)])
 
     @cuda.jit(device=True, forceinline=True)
     def add_values(o, values_at, p_at, lane):
@@ -315,7 +310,7 @@ def value_functions(kind, head_dim, group, rolled):
     return add_values
 
 
-def walk_of(format, head_dim, group, put_rows_function, rolled=False):
+def walk_of(format, head_dim, group, put_rows_function):
     """The Walk. put_rows_function(put_row): puts all new rows, of kernels/attend_decode.py."""
     k_row, v_row = format.keys.row(head_dim), format.values.row(head_dim)
     load_keys, store_keys, put_key = slice_functions(k_row)
@@ -325,7 +320,7 @@ def walk_of(format, head_dim, group, put_rows_function, rolled=False):
     parts = scores_of_codes(format.keys, head_dim, group) if by_codes else \
         scores_of_halves(format.keys, head_dim, group)
     own_scale, key_of, scores = parts
-    add_values = value_functions(format.values, head_dim, group, rolled)
+    add_values = value_functions(format.values, head_dim, group)
     query_bytes = 4 * query_row(k_row) if by_codes else 2 * head_dim
     key_bits = (8, 16, 4) if by_codes and head_dim == 256 else (4, 8, 16)   # of a lane's number: its key, in this order
     k_bytes, slice_bytes = 4 * k_row, 4 * KEYS * k_row

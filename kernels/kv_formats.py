@@ -367,7 +367,9 @@ def _expander(bits):
 
     @cuda.jit(device=True, forceinline=True)
     def of_pair(w, t, m):
-        return hfma2(uint32(uint32(w & uint32(mask)) | uint32(ones)), t, m)
+        # LOP3 does both for one constant in a register. threadIdx.z is 0, but the assembler does not know that.
+        in_register = uint32(uint32(ones) + uint32(cuda.threadIdx.z))
+        return hfma2(uint32(uint32(w & uint32(mask)) | in_register), t, m)
 
     @cuda.jit(device=True, forceinline=True)
     def of_nibbles(w0, w1, t):
@@ -378,18 +380,19 @@ def _expander(bits):
     @cuda.jit(device=True, forceinline=True)
     def of_three_bits(w0, w1, t):
         m = hmul2(t, uint32(middle))
-        w = uint32(uint32(w0 & uint32(0xFFF)) | uint32(uint32(w0 << uint32(4)) & uint32(0x0FFF0000)))
-        return (of_pair(uint32(w << uint32(7)), t, m), of_pair(uint32(w << uint32(4)), t, m),
-                of_pair(uint32(w << uint32(1)), t, m), of_pair(uint32(w >> uint32(2)), t, m))
+        w = prmt(w0, uint32(w0 << uint32(4)), uint32(0x7610))       # the low half of one, the high half of the other
+        return (of_pair(uint32(w << uint32(6)), t, m), of_pair(uint32(w << uint32(3)), t, m), of_pair(w, t, m),
+                of_pair(uint32(w >> uint32(3)), t, m))
 
     return {8: of_bytes, 4: of_nibbles, 3: of_three_bits}[bits]
 
 
 @cuda.jit(device=True, forceinline=True)
 def _three_bytes(w0, w1, chunk):
-    """The 24 bits of a chunk, from the words where they begin and end."""
-    shift = uint32(uint32(uint32(chunk * uint32(3)) & uint32(3)) * uint32(8))
-    return uint32(uint64(uint64(uint64(w1) << uint64(32)) | uint64(w0)) >> uint64(shift))
+    """The 24 bits of a chunk as bits 1 .. 24, from the words where they begin and end. The other bits are any."""
+    begin = uint32(uint32(uint32(chunk * uint32(3)) & uint32(3)) * uint32(8))
+    shift = uint32(uint32(uint32(33) - begin) & uint32(31))     # a chunk from bit 0 or 8 on lies in one word, w0 = w1
+    return uint32(uint64(uint64(uint64(uint64(w1) << uint64(32)) | uint64(w0)) << uint64(shift)) >> uint64(32))
 
 
 @cache
