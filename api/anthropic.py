@@ -21,6 +21,7 @@ from .grammar import Shape
 from .pictures import Sent, content_of
 from .openai import MAX_STOPS, NAME, OBJECT, STOP
 from .reply import CallArguments, CallStart, Content, Message, Thought, cause_of, kept_alive, sse, whole
+from .results import CallId
 from .thinking import EFFORTS, VARIABLES, read_thinking
 from .tools import Tool
 
@@ -169,7 +170,8 @@ def read_message(message: dict, field: str) -> list[dict]:
     role, content = message["role"], message["content"]
     if isinstance(content, str):
         return [{"role": role, "content": content}]
-    results = [{"role": "tool", "tool_call_id": block["tool_use_id"], "content": read_result(block, f"{field}[{i}]")}
+    results = [{"role": "tool", "tool_call_id": CallId(block["tool_use_id"], f"{field}[{i}].tool_use_id"),
+                "content": read_result(block, f"{field}[{i}]")}
                for i, block in enumerate(content) if block["type"] == "tool_result"]
     calls = [{"id": block["id"], "type": "function",
               "function": {"name": block["name"], "arguments": block["input"]}}
