@@ -14,7 +14,7 @@ from engine.template import has_picture
 
 from . import chat, field_table
 from .endpoint import Endpoint, WireProtocol
-from .errors import WITHOUT_TOOLS, ErrorAnswer, NotFound, explain
+from .errors import SETS_CONTEXT, WITHOUT_TOOLS, ErrorAnswer, NotFound, explain
 from .field_table import fields_of
 from .fields import ANYTHING, BOOL, SAMPLED, SECONDS, TEXT, either, list_of, number, object_of, one_of, sampling_of
 from .grammar import Shape
@@ -95,7 +95,7 @@ def error_body(answer: ErrorAnswer) -> dict:
     message = answer.message
     if answer.counts:                           # clients look for these words, and shorten the conversation
         message = "prompt is too long: {n_prompt_tokens} tokens > {n_ctx} maximum".format(**answer.counts)
-        message += f" ({WITHOUT_TOOLS})" if answer.field == "tools" else ""
+        message += f" ({SETS_CONTEXT})" + f" ({WITHOUT_TOOLS})" * (answer.field == "tools")
     kind = ERRORS.get(answer.status, "api_error" if answer.status >= 500 else "invalid_request_error")
     details = {"details": {"error_code": answer.code}} if answer.code else {}
     return {"type": "error", "error": {"type": kind, "message": message, **details}}
