@@ -66,7 +66,7 @@ async function refusal(response) {
   if (response.status === 401) {
     const what = apiKey ? "The server does not know this API key" : "This server wants an API key";
     askForKey(`${what}.`);
-    return new Refusal(`${what}, under Settings.`);
+    return new Refusal(`${what}: ${apiKey ? "change" : "enter"} it under Settings.`);
   }
   if (response.status === 429) {
     const wait = response.headers.get("Retry-After");

@@ -53,7 +53,10 @@ function openSettings() {
   showDefaults();
 }
 
+let refused = null;         // {message, key}: the answer that waits for another key than this one
+
 function askForKey(reason) {
+  refused = {message: running.message, key: apiKey};
   $("key-field").hidden = false;
   $("key-reason").textContent = reason;
   openSettings();
@@ -61,6 +64,11 @@ function askForKey(reason) {
 }
 
 $("show-settings").addEventListener("click", openSettings);
+$("settings").addEventListener("close", () => {
+  const isNew = refused && apiKey && apiKey !== refused.key, isShown = chat.head === refused?.message.id;
+  refused = null;
+  if (isNew && isShown) regenerate();
+});
 
 // ---- the server's health -----------------------------------------------------------------------------------
 
