@@ -723,6 +723,7 @@ def test_export(page):
     assert download.value.suggested_filename == "hello.md"
     text = Path(download.value.path()).read_text(encoding="utf-8")
     assert text == "# hello\n\n## You\n\nhello\n\n## Answer\n\nYou said hello.\n"
+    expect(button(page, "Export all")).to_have_attribute("title", re.compile("cannot read it back"))
     with page.expect_download() as download:
         button(page, "Export all").click()
     exported = json.loads(Path(download.value.path()).read_text(encoding="utf-8"))
@@ -1051,9 +1052,20 @@ def test_no_server(page):
 def test_a_connection_that_is_lost(page):
     half = 'data: {"choices": [{"index": 0, "delta": {"content": "Half an ans"}, "finish_reason": null}]}\n\n'
     page.route("**/v1/chat/completions", lambda route: route.fulfill(body=half, content_type="text/event-stream"))
+    page.route("**/health", lambda route: route.abort())
     say(page, "hello")
     expect(page.get_by_role("alert")).to_contain_text("The connection was lost. What had arrived is kept.")
     expect(answers(page)).to_contain_text("Half an ans")
+    expect(page.get_by_role("heading", name="qengine")).to_contain_text("is not reachable")     # it looked at once
+    page.unroute("**/health")
+    expect(page.get_by_role("heading", name="qengine")).to_contain_text("scripted")
+
+
+def test_a_connection_that_is_lost_before_a_word(page):
+    page.route("**/v1/chat/completions", lambda route: route.fulfill(
+        body=": reading 1 of 9 tokens\n\n", content_type="text/event-stream"))
+    say(page, "hello")
+    expect(page.get_by_role("alert")).to_contain_text("The connection was lost. Nothing had arrived.")
 
 
 def test_a_conversation_longer_than_the_context(page, engine):
