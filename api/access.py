@@ -49,23 +49,28 @@ class Access:
     def admit(self):
         """The answer to a preflight; None for every other request that is let in. Raises Unauthorized or Forbidden."""
         request = flask.request
-        asked = request.headers.get("Access-Control-Request-Method")
-        if request.method == "OPTIONS" and asked and self.allowed_origin():
+        origin, host = request.headers.get("Origin"), request.headers.get("Host")
+        is_preflight = request.method == "OPTIONS" and "Access-Control-Request-Method" in request.headers
+        if is_preflight and self.allowed_origin():
             return flask.Response(status=204, headers={
                 "Access-Control-Allow-Methods": "GET, POST, DELETE", "Access-Control-Max-Age": PREFLIGHT_SECONDS,
                 "Access-Control-Allow-Headers": request.headers.get("Access-Control-Request-Headers", "")})
+        if is_preflight or not self.keys:       # a preflight carries no key, and is not refused for that
+            self.check_page(origin, host)
         if not self.keys:
-            self.check_page(request.headers.get("Origin"), request.headers.get("Host"))
+            self.check_name(host)
         elif request.path not in OPEN:
             flask.g.key = check_key(self.keys, request.headers)
 
     def check_page(self, origin: str | None, host: str | None):
-        """Raises Forbidden where a web page may be asking that is neither the server's own page nor of an origin that
-        may ask. host: the name of the server in the request; None: no browser asks."""
+        """Raises Forbidden for a web page that is neither the server's own nor of an origin that may ask. host: the
+        name of the server in the request; None: no browser asks."""
         own = {f"{scheme}://{host}" for scheme in ("http", "https")}
         if origin and origin not in own and not self.allowed_origin():
-            raise Forbidden(f"pages of {origin[:80]} may not ask this server: --cors lets them, "
-                            "and --api-key whoever has a key")
+            raise Forbidden(f"pages of {origin[:80]} may not ask this server: --cors {origin[:80]} lets them")
+
+    def check_name(self, host: str | None):
+        """Raises Forbidden where a page may be asking that has its own name lead to this machine (DNS rebinding)."""
         if not host or not is_loopback(self.host) or "*" in self.origins:
             return
         if not is_loopback(name := name_of("//" + host)) and name not in map(name_of, self.origins):

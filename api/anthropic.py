@@ -14,13 +14,14 @@ from engine.template import has_picture
 
 from . import chat, field_table
 from .endpoint import Endpoint, WireProtocol
-from .errors import WITHOUT_TOOLS, ErrorAnswer, NotFound, explain
+from .errors import SETS_CONTEXT, WITHOUT_TOOLS, ErrorAnswer, NotFound, explain
 from .field_table import fields_of
 from .fields import ANYTHING, BOOL, SAMPLED, SECONDS, TEXT, either, list_of, number, object_of, one_of, sampling_of
 from .grammar import Shape
 from .pictures import Sent, content_of
 from .openai import MAX_STOPS, NAME, OBJECT, STOP
 from .reply import CallArguments, CallStart, Content, Message, Thought, cause_of, kept_alive, sse, whole
+from .results import CallId
 from .thinking import EFFORTS, VARIABLES, read_thinking
 from .tools import Tool
 
@@ -94,7 +95,7 @@ def error_body(answer: ErrorAnswer) -> dict:
     message = answer.message
     if answer.counts:                           # clients look for these words, and shorten the conversation
         message = "prompt is too long: {n_prompt_tokens} tokens > {n_ctx} maximum".format(**answer.counts)
-        message += f" ({WITHOUT_TOOLS})" if answer.field == "tools" else ""
+        message += f" ({SETS_CONTEXT})" + f" ({WITHOUT_TOOLS})" * (answer.field == "tools")
     kind = ERRORS.get(answer.status, "api_error" if answer.status >= 500 else "invalid_request_error")
     details = {"details": {"error_code": answer.code}} if answer.code else {}
     return {"type": "error", "error": {"type": kind, "message": message, **details}}
@@ -169,7 +170,8 @@ def read_message(message: dict, field: str) -> list[dict]:
     role, content = message["role"], message["content"]
     if isinstance(content, str):
         return [{"role": role, "content": content}]
-    results = [{"role": "tool", "tool_call_id": block["tool_use_id"], "content": read_result(block, f"{field}[{i}]")}
+    results = [{"role": "tool", "tool_call_id": CallId(block["tool_use_id"], f"{field}[{i}].tool_use_id"),
+                "content": read_result(block, f"{field}[{i}]")}
                for i, block in enumerate(content) if block["type"] == "tool_result"]
     calls = [{"id": block["id"], "type": "function",
               "function": {"name": block["name"], "arguments": block["input"]}}

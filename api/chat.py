@@ -17,6 +17,7 @@ from .errors import WITHOUT_TOOLS
 from .grammar import GrammarError, Rules, Shape
 from .pictures import Sent, sent_in
 from .reply import Reply, opening_of
+from .results import in_order
 from .thinking import EFFORTS
 from .tools import Tool, form_of
 
@@ -101,17 +102,19 @@ def respond(service, conversation: Conversation, n: int, make, stream: bool):
 
 def render(service, conversation: Conversation) -> Prompt:
     """The prompt of a conversation. Its pictures are not looked at yet."""
-    engine, toolbox, sent = service.engine, conversation.toolbox, sent_in(conversation.messages)
+    engine, toolbox = service.engine, conversation.toolbox
     if engine.kind != "text":
         raise wrong_kind(engine, "text")
     template = engine.template
     if template is None:
         raise RequestError("messages", "this model has no chat template: use /v1/completions")
+    messages = in_order(conversation.messages)
+    sent = sent_in(messages)
     if sent and engine.eyes is None:
         raise RequestError(sent[0].field, BLIND)
     if toolbox:
         check_tools(toolbox.tools, form_of(template.source))
-    messages, switch = take_switches(join_system(conversation.messages))
+    messages, switch = take_switches(join_system(messages))
     asked = conversation.thinking, switch, service.thinking
     thinking = next((one for one in asked if one is not None), None)
     begun = messages.pop() if conversation.continued else None

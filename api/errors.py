@@ -13,6 +13,7 @@ from engine.served import NotLoaded
 MAX_BODY = 4 << 20          # bytes of one request: the longest context, as token ids or as escaped text
 MAX_SEEING = 64 << 20       # bytes of one request to a model that sees, where pictures may stand in it
 WITHOUT_TOOLS = "Without 'tools' it would fit"     # is said of a prompt that is too long for its tools
+SETS_CONTEXT = "--ctx of the server sets this length"
 PASSED_ON = "Allow", "Retry-After", "WWW-Authenticate"     # headers of HTTP errors that clients are sent
 
 
@@ -57,7 +58,7 @@ def explain(error: Exception) -> ErrorAnswer:
             error = told_as(str(error))
     if isinstance(error, ContextExceeded):
         counts = {"n_prompt_tokens": error.n_prompt, "n_ctx": error.n_ctx}
-        return ErrorAnswer(400, str(error), error.field, code="context_length_exceeded", counts=counts)
+        return ErrorAnswer(400, f"{error} {SETS_CONTEXT}.", error.field, code="context_length_exceeded", counts=counts)
     if isinstance(error, NotFound):
         return ErrorAnswer(error.status, str(error), error.field, code=error.code)
     if isinstance(error, RequestError):

@@ -191,8 +191,9 @@ def _noun(description: dict) -> str:
         noun += f" of at most {description['maxLength']} letters"
     if "pattern" in description:
         noun += f" like {description['pattern']}"
-    if "maxItems" in description:
-        noun += f" of {description['minItems']} to {description['maxItems']}"
-    elif description.get("minItems"):
-        noun += f" of at least {description['minItems']}"
+    least, most = description.get("minItems"), description.get("maxItems")
+    if most is not None:
+        noun += f" of {least} to {most} items"
+    elif least:
+        noun += f" of at least {least} item{'s' * (least > 1)}"
     return noun

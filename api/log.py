@@ -8,9 +8,9 @@
 experts do not all lie on the cards, `expert_hits` is the share that decode steps found there while the request ran, in
 steps of all requests. The line is written when the last byte of the answer is written, or when the client has gone.
 The id is taken from the request's header X-Request-Id, if that is a sensible one, and sent back in the same header.
-Where a request has several answers, the counts and tokens_per_s are of all answers together. Of a page that may not
-ask, `error` says why, because its browser hides the answer. Text of prompts is logged only with --log-prompts. While a
-long prompt is read, a line every few seconds says how much of it is read:
+Where a request has several answers, the counts and tokens_per_s are of all answers together. Of a client that may not
+ask, `error` says why, because a browser hides the answer from its page. Text of prompts is logged only with
+--log-prompts. While a long prompt is read, a line every few seconds says how much of it is read:
 
     id=5c0e... method=POST path=/v1/chat/completions seconds=10.112 prompt=131072 read=32768
 """
@@ -49,7 +49,7 @@ class Exchange:
         self.id = given if SANE_ID.fullmatch(given) else uuid.uuid4().hex
         self.method, self.path = request.method, request.path
         self.status, self.started, self.ended = None, time.perf_counter(), None
-        self.refusal = None             # why a page may not ask: browsers hide from it what the answer says
+        self.refusal = None             # why a client may not ask: browsers hide from pages what the answer says
         self.generations, self.engine = [], None        # Generations or TextsJobs, and whose
         self.served = None                              # the model that is lent to this request
         self.told = self.started        # when a line was last written, or the request came

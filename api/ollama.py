@@ -29,7 +29,7 @@ from .endpoint import Endpoint, WireProtocol
 from .errors import ErrorAnswer, explain
 from .fields import ANYTHING, BOOL, SAMPLED, TEXT, either, list_of, object_of, one_of
 from .grammar import Rules, Shape
-from .openai import CALL, ID, MAX_LOGPROBS, MAX_STOPS, OBJECT, STOP, TOOL, ChatChoice, read_tools
+from .openai import CALL, ID, MAX_LOGPROBS, MAX_STOPS, OBJECT, STOP, TOOL, ChatChoice, read_call_id, read_tools
 from .pictures import Sent, content_of
 from .reply import Call, Content, Message, Thought, cause_of, kept_alive, whole
 from .thinking import VARIABLES, read_thinking, thinks
@@ -62,7 +62,7 @@ OPTIONS = object_of({
 
 MESSAGE = object_of({
     "role": one_of("system", "user", "assistant", "tool"), "content": TEXT, "thinking": TEXT, "images": list_of(TEXT),
-    "tool_calls": list_of(CALL), "tool_name": TEXT}, ["role"], others=True)
+    "tool_calls": list_of(CALL), "tool_name": TEXT, "tool_call_id": TEXT}, ["role"], others=True)
 KEEP_ALIVE = either(TEXT, {"type": "number"})
 SHARED = {
     "model": TEXT, "stream": BOOL, "format": either(one_of("", "json"), OBJECT), "options": OPTIONS,
@@ -220,6 +220,7 @@ def read_message(message: dict, field: str) -> dict:
     if images and message["role"] not in ("user", "tool"):
         raise RequestError(f"{field}.images", f"'{field}.images' is for messages of the user and results of tools")
     said = {"role": message["role"], "content": read_content(images, text, f"{field}.images")}
+    said |= read_call_id(message, field)
     for ours, theirs in (("reasoning_content", "thinking"), ("tool_calls", "tool_calls"), ("name", "tool_name")):
         if message.get(theirs):
             said[ours] = message[theirs]

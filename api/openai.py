@@ -18,6 +18,7 @@ from .fields import ANYTHING, BOOL, SAMPLED, SECONDS, TEXT, either, list_of, num
 from .grammar import Shape, at_least
 from .pictures import Sent
 from .reply import CallArguments, CallStart, Content, Message, Thought, cause_of, kept_alive, sse, together, whole
+from .results import CallId
 from .thinking import BUDGETS, EFFORTS, VARIABLES, read_thinking, thinks
 from .tools import Tool
 
@@ -40,9 +41,10 @@ PICTURE = object_of({"type": one_of("image_url"), "image_url": object_of({"url":
 CALL = object_of({"id": TEXT, "type": one_of("function"), "function": object_of(
     {"name": TEXT, "arguments": either(TEXT, OBJECT)}, ["name"], others=True)}, ["function"], others=True)
 SAID, SHOWN = ({"content": either(TEXT, list_of(one))} for one in (PART, either(PART, PICTURE)))
+RESULT = SHOWN | {"tool_call_id": TEXT}
 MESSAGE = either(
     *(object_of({"role": one_of(role)} | said, ["role", "content"], others=True)
-      for role, said in (("system", SAID), ("developer", SAID), ("user", SHOWN), ("tool", SHOWN))),
+      for role, said in (("system", SAID), ("developer", SAID), ("user", SHOWN), ("tool", RESULT))),
     object_of({"role": one_of("assistant"), **SAID, "reasoning_content": TEXT, "tool_calls": list_of(CALL)}, ["role"],
               others=True))
 TOOL = object_of({"type": one_of("function"), "function": object_of(
@@ -206,7 +208,14 @@ def read_messages(messages: list[dict]) -> list[dict]:
     names = {"developer": "system"}         # OpenAI's newer name for the same role; the templates do not know it
     return [message | {"role": names.get(message["role"], message["role"]),
                        "content": read_content(message.get("content"), f"messages[{i}].content")}
-            for i, message in enumerate(messages)]
+            | read_call_id(message, f"messages[{i}]") for i, message in enumerate(messages)]
+
+
+def read_call_id(message: dict, field: str) -> dict:
+    """Which call a message answers, as api/results.py takes it; nothing where it does not say. field: the request's
+    field with the message."""
+    id = message.get("tool_call_id") if message["role"] == "tool" else None
+    return {"tool_call_id": CallId(id, f"{field}.tool_call_id")} if id else {}
 
 
 def read_content(content, field: str):

@@ -34,6 +34,7 @@ from .fields import ANYTHING, BOOL, SAMPLED, TEXT, either, list_of, number, obje
 from .openai import (DETAIL, FORMAT, MAX_LOGPROBS, NAME, OBJECT, PROTOCOL, SHARED, read_choice, read_format,
                      read_sampling)
 from .pictures import Sent, content_of
+from .results import CallId
 from .responses_stream import SEAL, Answer
 from .thinking import EFFORTS, VARIABLES, read_thinking, thinks
 from .tools import Tool
@@ -272,7 +273,8 @@ def read_conversation(body: dict, items: list[dict]) -> chat.Conversation:
     earlier responses are not among the items."""
     effort = body.get("reasoning", {}).get("effort")
     messages = [{"role": "system", "content": body["instructions"]}] if "instructions" in body else []
-    return chat.Conversation(messages + read_messages(items), toolbox=read_tools(body),
+    n_own = len(body["input"]) if isinstance(body["input"], list) else 1
+    return chat.Conversation(messages + read_messages(items, n_own - len(items)), toolbox=read_tools(body),
                              shape=read_format(body.get("text", {}).get("format", {}), "text.format"),
                              timeout=body.get("timeout"), **read_thinking(body, effort, thinks(effort)))
 
@@ -287,9 +289,9 @@ def read_tools(body: dict) -> chat.Toolbox | None:
     return chat.toolbox_of(offered, tools, mode, names, body.get("parallel_tool_calls", True))
 
 
-def read_messages(items: list[dict]) -> list[dict]:
+def read_messages(items: list[dict], first: int) -> list[dict]:
     """The items as messages, as chat templates take them. Thoughts, text and calls that follow one another are one
-    message of the assistant."""
+    message of the assistant. first: the number of the first item, such that the request's own input begins at 0."""
     messages = []
 
     def assistant(*taken) -> dict:
@@ -298,7 +300,7 @@ def read_messages(items: list[dict]) -> list[dict]:
             messages.append({"role": "assistant", "content": ""})
         return messages[-1]
 
-    for i, item in enumerate(items):
+    for i, item in enumerate(items, first):
         match item["type"]:
             case "reasoning":
                 said = assistant("content", "tool_calls")
@@ -309,7 +311,8 @@ def read_messages(items: list[dict]) -> list[dict]:
                     "function": {"name": item["name"], "arguments": item["arguments"]}})
             case "function_call_output":
                 output = content_of_item(item["output"], f"input[{i}].output")
-                messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": output})
+                call = CallId(item["call_id"], f"input[{i}].call_id")
+                messages.append({"role": "tool", "tool_call_id": call, "content": output})
             case "message":
                 role, content = item["role"], content_of_item(item["content"], f"input[{i}].content")
                 if role != "user" and has_picture(content):

@@ -334,7 +334,7 @@ def create_app(engine: TextEngine | PoolingEngine | None = None, side=(), *, sam
     @app.errorhandler(Exception)
     def failed(error):
         answer = explain(error)
-        if answer.status == 403:
+        if answer.status in (401, 403):
             flask.g.exchange.refusal = answer.message
         protocol = openapi.protocol_of(flask.request.endpoint, flask.request.path)
         return protocol.error_body(answer), answer.status, answer.headers

@@ -27,6 +27,7 @@ def test_a_prompt_too_long_for_openai_and_llama_cpp(port, path, body, param):
     error = answer["error"]
     assert (status, error["code"], error["param"]) == (400, "context_length_exceeded", param)
     assert error["message"].startswith("This model's maximum context length is 4096 tokens")
+    assert error["message"].endswith("--ctx of the server sets this length.")
     assert error["type"] == "exceed_context_size_error"
     assert error["n_prompt_tokens"] >= error["n_ctx"] == 4096
 
@@ -36,7 +37,7 @@ def test_a_prompt_too_long_for_the_official_clients(port):
         official_client(port).chat.completions.create(model="m", messages=[LONG])
     assert caught.value.code == "context_length_exceeded"
     client = anthropic.Anthropic(base_url=f"http://127.0.0.1:{port}", api_key="none", max_retries=0)
-    with pytest.raises(anthropic.BadRequestError, match=r"prompt is too long: 5\d+ tokens > 4096 maximum"):
+    with pytest.raises(anthropic.BadRequestError, match=r"prompt is too long: 5\d+ tokens > 4096 maximum \(--ctx of"):
         client.messages.create(model="m", max_tokens=5, messages=[LONG])
 
 

@@ -110,6 +110,27 @@ def test_help_is_there_at_once(option):
     assert told.stdout.splitlines()[-1] == "[]" and told.stderr == ""
 
 
+UNKEPT = """
+import sys, warnings, kernels.compile as compiler, cli.main as main
+def twice():
+    for _ in range(2):
+        with warnings.catch_warnings():         # as the compiler does; Python forgets then what it has shown
+            pass
+        compiler.store(sys.argv[1] + "/ptx/kernel", b"")
+    return 0
+main.main = twice
+main.run_process()
+"""
+
+
+def test_a_cache_that_cannot_be_written_is_told_of_in_one_line(tmp_path):
+    (tmp_path / "file").write_text("")
+    code = [UNKEPT, str(tmp_path / "file")]
+    told = subprocess.run([sys.executable, "-c", *code], cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE)
+    assert told.returncode == 0
+    assert re.fullmatch(r"warning: compiled kernel not kept in \S+/file/ptx: .*Not a directory.*\n", told.stderr)
+
+
 def test_version(capsys):
     assert run(capsys, "--version") == (0, f"qengine {limits.VERSION}\n", "")
 

@@ -165,7 +165,8 @@ def test_pages_of_origins_that_were_named_may_read(origins, origin, told):
     answers = [client.options(CHAT, headers=headers | PREFLIGHT), client.get("/v1/models", headers=headers),
                client.get("/v1/models", headers=headers | {"x-api-key": "secret"})]
     assert [answer.headers.get("Access-Control-Allow-Origin") for answer in answers] == [told] * 3      # 401s, too
-    assert [answer.status_code for answer in answers] == [204 if told else 401, 401, 200]
+    assert [answer.status_code for answer in answers] == [204 if told else 403 if origin else 401, 401, 200]
+    assert told or not origin or f"--cors {origin} lets them" in refusal(answers[0])
     if told:
         assert answers[0].headers["Access-Control-Allow-Headers"] == PREFLIGHT["Access-Control-Request-Headers"]
         assert "POST" in answers[0].headers["Access-Control-Allow-Methods"]
@@ -280,11 +281,23 @@ def test_the_log_says_why_a_page_may_not_ask(caplog, host, origin):
     preflight = {"Host": host, "Access-Control-Request-Method": "POST"} | ({"Origin": origin} if origin else {})
     for answer in ask_as(web(), host, origin), web().options(CHAT, headers=preflight):
         said = refusal(answer)
+        assert origin is None or said == f"pages of {origin} may not ask this server: --cors {origin} lets them"
         answer.close()                  # the log's line is written then
         assert caplog.messages[-1].endswith(f" error={json.dumps(said)}")
     assert "method=OPTIONS" in caplog.messages[-1]
     ask_as(web(), "127.0.0.1:8080", None).close()
     assert " error=" not in caplog.messages[-1] and " status=200 " in caplog.messages[-1]
+
+
+@pytest.mark.parametrize("headers, said", [
+    (PREFLIGHT | {"Origin": OTHERS}, f"pages of {OTHERS} may not ask this server: --cors {OTHERS} lets them"),
+    ({"x-api-key": "wrong"}, "the API key is not one of this server's"),
+    ({}, "this server wants an API key, as 'Authorization: Bearer KEY' or 'x-api-key: KEY'")], ids=str)
+def test_the_log_says_so_of_a_server_with_keys_too(caplog, headers, said):
+    caplog.set_level(logging.INFO, "qengine.requests")
+    client = web(keys=["secret"], origins=[OURS])
+    (client.options if PREFLIGHT.items() <= headers.items() else client.get)("/v1/models", headers=headers).close()
+    assert caplog.messages[-1].endswith(f" error={json.dumps(said)}")
 
 
 def test_a_line_for_each_request(lines):

@@ -32,8 +32,8 @@ LINKED = PAGES | {name: (ROOT / name).read_text(encoding="utf-8")
 # <!-- name --> and, on the next line, a block of code; of every page.
 FOUND = re.findall(r"^<!-- (\w+) -->\n```\w+\n(.*?)\n```$", "\n".join(PAGES.values()), re.M | re.S)
 BLOCKS = dict(FOUND)
-TESTED = {"tests", "generate", "transcript", "serve", "curl", "sees", "openai", "notebook", "plan", "planned", "engine",
-          "look", "patch", "counting", "approximate"}
+TESTED = {"tests", "generate", "transcript", "serve", "curl", "sees", "openai", "schema", "tools", "notebook", "plan",
+          "planned", "engine", "look", "patch", "counting", "approximate"}
 
 
 def qengine_arguments(command):
@@ -266,6 +266,28 @@ def test_snippets_of_the_page_on_python(capsys, monkeypatch):
 def test_openai_snippet(address, capsys):
     exec(re.sub(r"http://[^\"]+", address, BLOCKS["openai"]), {})
     assert "어텐션" in capsys.readouterr().out
+
+
+def printed(capsys, name, address):
+    """The lines that a snippet for a server at port 8080 prints."""
+    exec(BLOCKS[name].replace("http://127.0.0.1:8080/v1", address), {})
+    return capsys.readouterr().out.splitlines()
+
+
+def test_schema_snippet(address, capsys):
+    """The schema has to stand in the message: without it, the answer is what the page says."""
+    assert printed(capsys, "schema", address) == ['{"name": "Tom", "age": 41}']
+    shown = r'\n" + json.dumps(schema)}'
+    assert BLOCKS["schema"].count(shown) == 1
+    blind = BLOCKS["schema"].replace(shown, '"}').replace("http://127.0.0.1:8080/v1", address)
+    exec(blind, {})
+    assert json.loads(capsys.readouterr().out)["name"] == "unknown"
+
+
+def test_tools_snippet(address, capsys):
+    call, answer = printed(capsys, "tools", address)
+    assert call == str([("get_weather", '{"city": "Seoul"}')])
+    assert "21" in answer and "clear" in answer
 
 
 def with_files(command):

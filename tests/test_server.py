@@ -300,6 +300,14 @@ def test_bad_fields_are_named(port, path, body, param, stream):
     assert answer[2]["error"]["type"] in ("invalid_request_error", "exceed_context_size_error")
 
 
+@pytest.mark.parametrize("path, body, said", [
+    (CHAT, {"messages": []}, "'messages' must be a list of at least 1 item"),
+    (TEXT, {"prompt": "hi", "stop": ["s"] * 17}, "'stop' must be a non-empty string of at most 1024 letters or "
+                                                 "a list of 0 to 16 items")])
+def test_lengths_of_lists_are_counted_in_items(port, path, body, said):
+    assert send(port, "POST", path, body)[2]["error"]["message"] == said
+
+
 @pytest.mark.parametrize("body, named", [
     ({"prompt": [[5]] * 100_000}, "prompt"), ({"prompt": [5] * 100_000 + [True]}, "prompt[100000]"),
     ({"prompt": [5, 6, []] * 2_000}, "prompt[2]"), ({"prompt": [5] * 1_000_000}, None)])

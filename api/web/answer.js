@@ -66,7 +66,7 @@ async function refusal(response) {
   if (response.status === 401) {
     const what = apiKey ? "The server does not know this API key" : "This server wants an API key";
     askForKey(`${what}.`);
-    return new Refusal(`${what}, under Settings.`);
+    return new Refusal(`${what}: ${apiKey ? "change" : "enter"} it under Settings.`);
   }
   if (response.status === 429) {
     const wait = response.headers.get("Retry-After");
@@ -117,10 +117,10 @@ async function generate() {
   } catch (error) {
     if (signal.aborted) message.figures = "stopped";
     else if (error instanceof Refusal) message.error = error.message;
-    else if (error instanceof TypeError) message.error = times.head
-      ? "The connection was lost. What had arrived is kept." : "The server cannot be reached.";
+    else if (error instanceof TypeError) message.error = !times.head ? "The server cannot be reached."
+      : `The connection was lost. ${times.first ? "What had arrived is kept" : "Nothing had arrived"}.`;
     else throw error;
-    if (!times.head && !(error instanceof Refusal)) watchHealth();
+    if (times.head ? !signal.aborted : !(error instanceof Refusal)) watchHealth();
   } finally {
     if (isPutAway) watchHealth();           // it may be loaded now, and counts pipes then
     finish(message, times);

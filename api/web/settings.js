@@ -53,7 +53,10 @@ function openSettings() {
   showDefaults();
 }
 
+let refused = null;         // {message, key}: the answer that waits for another key than this one
+
 function askForKey(reason) {
+  refused = {message: running.message, key: apiKey};
   $("key-field").hidden = false;
   $("key-reason").textContent = reason;
   openSettings();
@@ -61,6 +64,11 @@ function askForKey(reason) {
 }
 
 $("show-settings").addEventListener("click", openSettings);
+$("settings").addEventListener("close", () => {
+  const isNew = refused && apiKey && apiKey !== refused.key, isShown = chat.head === refused?.message.id;
+  refused = null;
+  if (isNew && isShown) regenerate();
+});
 
 // ---- the server's health -----------------------------------------------------------------------------------
 
@@ -69,23 +77,24 @@ let watching = false, countsExperts = false, isPutAway = false;      // isPutAwa
 /** Says how the server is, until it is well. */
 async function watchHealth() {
   if (watching) return;
-  for (watching = true; watching; watching && await sleep(2)) {
-    let status = "is not reachable", isWrong = true;
-    try {
-      const health = await healthOf();
-      watching = health.status !== "ok";
-      isWrong = health.status === "error";
-      isPutAway = health.state === "unloaded";
-      status = {ok: health.model + (isPutAway ? ", loaded when you ask" : ""), loading: "loading the model …",
-                draining: "is shutting down", error: health.error}[health.status];
-      $("show-pipes").hidden = !health.counts_pipes;
-      expectPipes();
-      countsExperts = health.counts_experts;
-      sees = health.sees;
-      if (!watching) showSuggestions(health.model);
-    } catch { /* as above */ }
-    $("health").textContent = status;
-    $("health").title = status;
-    $("health").classList.toggle("wrong", isWrong);
+  for (watching = true; watching; watching && await sleep(2)) showHealth(await healthOf().catch(() => null));
+}
+
+/** health: null where the server cannot be reached. */
+function showHealth(health) {
+  let status = "is not reachable";
+  if (health) {
+    watching = health.status !== "ok";
+    isPutAway = health.state === "unloaded";
+    status = {ok: health.model + (isPutAway ? ", loaded when you ask" : ""), loading: "loading the model …",
+              draining: "is shutting down", error: health.error}[health.status];
+    $("show-pipes").hidden = !health.counts_pipes;
+    expectPipes();
+    countsExperts = health.counts_experts;
+    sees = health.sees;
+    if (!watching) showSuggestions(health.model);
   }
+  $("health").textContent = status;
+  $("health").title = status;
+  $("health").classList.toggle("wrong", !health || health.status === "error");
 }

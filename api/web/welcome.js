@@ -8,15 +8,17 @@ const QUESTIONS = ["How does a GPU hide the time that memory takes?", "Compare a
   "Write a Python function that finds primes.", "Derive the formula for the roots of a quadratic."];
 const COLOURS = {red: "#d03a30", blue: "#2f62c8", green: "#2f9350"};
 
+const suggested = $("suggested");        // while a conversation is shown, it is no part of the document
+
 function showSuggestions(model) {
   const questions = OWN_MODEL.test(model) ? OWN_QUESTIONS : QUESTIONS;
   const chips = questions.map(content => chip({content}, content));
-  if (sees) {
+  if (sees) {           // last: small models take what is asked after a picture to be about it
     const {url, colour} = drawCircles(), content = `How many ${colour} circles are there?`;
     const picture = el("img", {src: url, alt: "A drawing of circles"});
-    chips.unshift(chip(() => ({content, pictures: [addPicture(url)]}), picture, content));
+    chips.push(chip(() => ({content, pictures: [addPicture(url)]}), picture, content));
   }
-  $("suggested").replaceChildren(...chips);
+  suggested.replaceChildren(...chips);
 }
 
 /** A button that says `message`, or what the function gives. */
