@@ -23,6 +23,10 @@ end in that time, since attention takes longer and longer towards the end of a l
 the midst of such a pass may wait for a layer, which is AHEAD at most and not PART. Several cards hand on whole passes,
 which then take LONGEST_PASS at most.
 
+Pictures are encoded before the pass that shows them, in such parts, too. Each of these parts is a turn of its own: an
+encoding may take much longer than its tokens tell, so passes of other prompts run between its parts. Only prompts that
+have pictures left to show wait for its end, since each encoding takes rows from those before it.
+
 The card must not wait for the host. So a part is queued before the one before it is over, and the account goes by how
 long parts and steps should take. When the tokens behind a part have come, it is corrected by what the part took: by the
 card's clock, since the host's threads wait for each other while a part is queued. Of a whole pass on several cards, the

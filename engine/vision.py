@@ -337,18 +337,16 @@ class Tower:
 
     def _pieces(self, tokens: list[int], grid: Grid | None = None, tiles: Array | None = None, outs=None,
                 shape: half_gemm.Shape | None = None) -> Iterator[tuple[int, Callable[[], None]]]:
-        """(operations, launch) of each piece of a pass over pictures of so many tokens; launch() queues it. grid,
-        tiles: on the card; without them and `outs` nothing can be queued. shape: of the products; by default the fastest."""
+        """(operations, launch) of each piece of a pass over pictures of so many tokens; launch() queues it. grid and
+        tiles are on the card; without them and `outs` nothing can be queued. shape: of the products; by default the
+        fastest."""
         card, config, scratch, rows = self.card, self.config, self.scratch, MERGED * sum(tokens)
         x, u, wide, heads = scratch.x, scratch.u, scratch.wide, (config.n_heads, config.head_dim)
 
         def normalise(norm):
             layer_norm.layer_norm(card, u, x, norm.weight, norm.bias, rows, config.norm_eps)
 
-        def rotate_patches():
-            patch_rope.rotate_patches(card, wide, grid.places, self.frequencies, heads[0], rows)
-
-        def begin_blocks(norm):
+        def normalise_first(norm):
             patches.add_positions(card, x, self.table, grid)
             normalise(norm)
 
@@ -374,7 +372,7 @@ class Tower:
 
             def launch(first, end):
                 if not first:
-                    rotate_patches()
+                    patch_rope.rotate_patches(card, wide, grid.places, self.frequencies, heads[0], rows)
                 picture_attention.attend_pictures(card, u, wide, tiles[first:end], *heads)
 
             return [(each * int(lengths[first:end].sum()), partial(launch, first, end))
@@ -382,14 +380,13 @@ class Tower:
 
         yield from products(rows, (x, self.patch, wide, "float"),
                             before=lambda: patches.cut_patches(card, wide, scratch.pixels, grid))
-        begin = begin_blocks
         for block in self.blocks:
+            begin = normalise_first if block is self.blocks[0] else normalise
             yield from products(rows, (wide, block.qkv, u, "half"), before=partial(begin, block.ln1))
             yield from attention()
             yield from products(rows, (x, block.out, u, "add"))
             yield from products(rows, (wide, block.up, u, "gelu"), (x, block.down, wide, "add"),
                                 before=partial(normalise, block.ln2))
-            begin = normalise
         yield from products(rows // MERGED, (wide, self.mm_0, u, "exact gelu"), before=partial(normalise, self.post_ln))
         at = 0
         for n, out in zip(tokens, outs or [None] * len(tokens)):

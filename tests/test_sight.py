@@ -263,15 +263,16 @@ def test_answers_go_on_while_pictures_are_encoded(seeing, golden):
 
 @pytest.fixture
 def in_pieces(seeing, golden, monkeypatch):
-    """(engine, its tower, whose pictures have 300 pieces that are queued one at a time, the request of a picture, what
-    its answer is, the numbers of pieces that were queued)."""
+    """(engine, its tower, the request of a picture, its answer, the numbers of the pieces that were queued).
+    The picture has 300 pieces, which are queued one at a time."""
     engine, tower = seeing
     case, queued = golden[0], []
     want = tokens_of(engine, case.ids, [case.picture], 4)
     engine.clear_cache()
     tower.n_pieces, tower.on_piece = 300, queued.append
     monkeypatch.setattr(engine.scheduler.turns, "n_pieces", lambda pieces, has_answers: 1)
-    return engine, tower, qengine.Request(case.ids, max_tokens=4, pictures=(case.picture,), ignore_eos=True), want, queued
+    request = qengine.Request(case.ids, max_tokens=4, pictures=(case.picture,), ignore_eos=True)
+    return engine, tower, request, want, queued
 
 
 def begun(tower, queued, seconds=0.0):
@@ -328,7 +329,7 @@ def test_steps_of_an_answer_run_between_the_pieces_of_a_picture(in_pieces, monke
 
 
 def test_pieces_of_a_picture_whose_request_is_cancelled_are_not_queued(in_pieces):
-    """At most the next one, which the scheduler may have posted. Then others have the card, and the engine may close."""
+    """At most the next ones, which the scheduler may have posted. Then others have the card, or the engine closes."""
     engine, tower, request, want, queued = in_pieces
     for close in False, True:
         queued.clear()
