@@ -37,7 +37,7 @@ TYPES = (*FLOATS, "Q8_0")           # of tensors that may be in a file
 MERGED = patches.BLOCK ** 2         # patches of a row
 LARGEST_HALF = 65504.0
 SHARE = 0.35                        # of the half2 pipe's peak that a tower reaches
-PIECE = 5e8                         # operations of a piece on an emulated card, about, at most, for each of its threads
+PIECE = 7e8                         # operations of a piece on an emulated card, about, at most, for each of its threads
 PIECE_ROWS = 64                     # such a piece has a multiple of so many rows: a whole number of a product's tiles
 
 
