@@ -1750,20 +1750,20 @@ class Scheduler(Rounds):
             "drafts_checked": tuple(self.pace.n_checked), "drafts_accepted": tuple(self.pace.n_accepted)}
 
     @contextlib.contextmanager
-    def between_steps(self):
+    def between_steps(self, leaves_pictures: bool = False):
         """See Rounds. The pass of which parts are queued is queued whole: what it keeps in scratch memory would be
-        lost."""
+        lost. leaves_pictures: no part of an encoding is queued, as the caller uses neither the tower nor its rows."""
         with super().between_steps():
-            while run := self.progress or self.encoding:    # behind an encoding stands the pass that it is for
+            while run := self.progress or (None if leaves_pictures else self.encoding):     # then comes its pass
                 self._queue_part(run, len(run.pieces))
             yield
 
     @contextlib.contextmanager
-    def borrow_slot(self, n_tokens: int):
+    def borrow_slot(self, n_tokens: int, leaves_pictures: bool = False):
         """Context manager for work outside the queue: gives a Sequence with a free slot and pages for so many tokens,
         and the caller has the pipeline to itself. Raises RequestError if every slot is taken or too few pages are left,
         and EngineStopped after a failure or the end."""
-        with self.between_steps():
+        with self.between_steps(leaves_pictures):
             if not self.free_slots:
                 raise RequestError("slots", "every slot is taken by a running request")
             if pages_for(n_tokens) > self._unpromised_pages():

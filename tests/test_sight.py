@@ -298,6 +298,8 @@ def test_a_question_is_answered_while_a_picture_is_encoded(in_pieces):
     event = begun(tower, queued, seconds=0.01)
     slow = engine.submit(request)
     assert event.wait(20)
+    with engine.scheduler.between_steps(leaves_pictures=True):      # as the meter of pipes does
+        assert len(queued) < 100
     assert tokens_of(engine, text, [], 3) == alone
     assert len(queued) < 200 and len(tower.encoded) == 2            # 1: of the fixture
     assert [delta.token_id for delta in slow] == want and queued == list(range(1, 301)) and len(tower.encoded) == 2
