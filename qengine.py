@@ -1845,8 +1845,7 @@ class Scheduler(Rounds):
         if not sequence.has_begun:
             self._begin(sequence)
         run = self.progress or (self.encoding if sequence.pictures.after(sequence.n_computed) else None)
-        run = run or self._plan_pass(sequence)
-        self._queue_part(run, self.turns.n_pieces(run.pieces, self._has_answers()))
+        self._queue_part(run or self._plan_pass(sequence))
 
     def _plan_pass(self, sequence: Sequence) -> Progress:
         """The next pass of a prompt. Passes start at multiples of 64, so no result depends on their size."""
@@ -1868,9 +1867,10 @@ class Scheduler(Rounds):
         return [picture for s in self.running if s.in_prompt and s.pictures
                 for picture in s.pictures.after(s.n_prompt - self.cache.tokens_left(s))]
 
-    def _queue_part(self, run: Progress, n_pieces: int):
-        """Queue the next pieces of a pass."""
-        has_answers = self._has_answers()
+    def _queue_part(self, run: Progress, n_pieces: int | None = None):
+        """Queue the next pieces of a pass, by default as many as have their turn."""
+        has_answers, self.turns.is_encoding = self._has_answers(), bool(run.placed)
+        n_pieces = n_pieces or self.turns.n_pieces(run.pieces, has_answers)
         queued, run.pieces = run.pieces[:n_pieces], run.pieces[n_pieces:]
         part = [n_pieces] if run.pieces else []         # else all that is left
         if run.placed:

@@ -10,6 +10,7 @@ import qengine
 from engine.images import Limits, Picture, Reader, prompt_fields
 from engine.request import EngineStopped, RequestError
 from engine.sight import FIRST_KEY, NAN_ROWS, NAN_UNKNOWN, Eyes, Gallery, PromptPictures, limits_for, pictures_of
+from engine.turns import Turns
 from kernels.emulated.card import EmulatedCard
 from tests.models import load_tiny
 from tests.oracle import oracle_json, oracle_npz, oracle_path
@@ -305,6 +306,18 @@ def test_a_question_is_answered_while_a_picture_is_encoded(in_pieces):
     assert [delta.token_id for delta in slow] == want and queued == list(range(1, 301)) and len(tower.encoded) == 2
 
 
+def test_parts_of_encodings_are_as_long_as_encodings_tell():
+    """Plans err otherwise about them than about passes of text: on an emulated card by many times."""
+    turns, pieces = Turns(1), [0.001] * 100
+    turns.factors_of[False].extend([5.0] * 5)
+    assert turns.n_pieces(pieces, False) == 33                  # of three equal parts
+    turns.is_encoding = True
+    assert turns.n_pieces(pieces, False) == 1                   # nothing is measured
+    turns.factors_of[True].append(100.0)
+    assert turns.n_pieces(pieces, False) == 2                   # of 0.1 s each
+    assert turns.most_rows(512, lambda rows: [rows / 1e4], False) == 384 and not turns.is_encoding
+
+
 def test_another_picture_waits_until_the_first_is_encoded(in_pieces, golden):
     engine, tower, request, want, queued = in_pieces
     other, event = golden[1], begun(tower, queued)
@@ -460,8 +473,8 @@ def test_a_picture_of_which_a_part_was_encoded_for_a_cancelled_request(seeing, g
     monkeypatch.setattr(scheduler.turns, "n_pieces", lambda pieces, has_answers: 1)
     doomed, queue_part = engine.submit(qengine.Request(ids, pictures=tuple(pictures))), scheduler._queue_part
 
-    def cancelled(run, n_pieces):
-        queue_part(run, n_pieces)
+    def cancelled(run):
+        queue_part(run)
         doomed.cancel()
 
     monkeypatch.setattr(scheduler, "_queue_part", cancelled)
