@@ -31,7 +31,8 @@ The card must not wait for the host. So a part is queued before the one before i
 long parts and steps should take. When the tokens behind a part have come, it is corrected by what the part took: by the
 card's clock, since the host's threads wait for each other while a part is queued. Of a whole pass on several cards, the
 times at which the host got tokens must tell. How long a part should take is what engine/plan.py says, times a factor
-that is measured all the time, for encodings of pictures apart. No token depends on times: they decide when something is computed, and never what.
+that is measured all the time, and for encodings of pictures apart. No token depends on times: they decide when
+something is computed, and never what.
 """
 
 import collections
