@@ -1033,7 +1033,7 @@ class Stage:
         self.streams = [card.stream(f"micro-batch {i}") for i in range(MICRO_BATCHES + 1)]
         self.recordings = Recordings(card)
         self.prompt = NO_ROWS           # of the pass that was begun last
-        self.layers_left: PassInParts | None = None     # of that pass
+        self.layers_left = self.pictures_left = None    # PassInParts: of that pass, and of the encoding begun last
 
     @property
     def hands_on(self) -> bool:
@@ -1045,7 +1045,7 @@ class Stage:
         if self.store:
             self.store.close()
         self.model = self.sampler = self.cache = self.inputs = self.first = self.entry = self.exit = self.store = None
-        self.layers_left = self.sight = None
+        self.layers_left = self.pictures_left = self.sight = None
         for held in self.incoming, self.outgoing, self.batches, self.recordings:
             held.clear()
 
@@ -1090,11 +1090,12 @@ class Stage:
         return self.card.default_stream.record() if n_layers is None else span
 
     def queue_pictures(self, placed, n_pieces: int | None) -> Span:
-        """Queue the encoding of pictures into rows of the Sight, or n_pieces of it and the others by
-        `continue_prompt`."""
-        self.prompt = NO_ROWS
-        self.layers_left = PassInParts(self.card.default_stream, [], self.sight.launch(placed))
-        return self.continue_prompt(n_pieces)
+        """Queue the encoding of pictures into rows of the Sight, or n_pieces of it. placed: None for the next pieces of
+        the encoding that was begun last."""
+        if placed is not None:
+            self.pictures_left = PassInParts(self.card.default_stream, [], self.sight.launch(placed))
+        with self.card.span("pictures"):
+            return self.pictures_left.queue_timed(n_pieces)
 
     def continue_prompt(self, n_layers: int | None) -> Span:
         """Queue n_layers more of the pass that `queue_prompt` has begun, or all that are left."""
@@ -1104,7 +1105,7 @@ class Stage:
         slot, start, n, numbers, *_ = self.prompt
         with self.card.span(f"slot {slot}, {n} tokens from {start} on"):
             span = launch(*arguments)
-            if is_last and self.model.block and n:
+            if is_last and self.model.block:
                 self.model.block.prefill(self.model, self.prompt_pass(0, n, n), self.cache)
         for number in numbers if is_last else ():
             self.cache.save(slot, number)
@@ -1546,9 +1547,9 @@ class Pipeline:
             self.last.worker.wait(self.queued.popleft().result())
         return None
 
-    def encode(self, placed, n_pieces: int | None = None) -> Task:
-        """Queue the encoding of pictures on the first card; placed: as `Gallery.place` has it. n_pieces: as for
-        `prefill`. A task that gives the Span."""
+    def encode(self, placed: list | None, n_pieces: int | None = None) -> Task:
+        """Queue the encoding of pictures on the first card, or only n_pieces of `encoding_seconds`. placed: as
+        `Gallery.place` has it; None for the next pieces. A task that gives the Span."""
         return self.stages[0].worker.post(self.stages[0].queue_pictures, placed, n_pieces)
 
     def show(self, pictures: PromptPictures, start: int, end: int) -> Seen | None:
@@ -1563,10 +1564,8 @@ class Pipeline:
         return first.worker.ask(first.sight.blame, pictures, self.gallery, placed).result()
 
     def encoding_seconds(self, placed) -> list[float]:
-        """About how long each piece of an encoding takes; of several cards, all of it."""
-        stage = self.stages[0]
-        pieces = stage.sight.seconds(placed, stage.costs.speed)
-        return pieces if len(self.stages) == 1 else [sum(pieces)]
+        """About how long each piece of an encoding takes."""
+        return self.stages[0].sight.seconds(placed, self.stages[0].costs.speed)
 
     def continue_prefill(self, n_pieces: int | None = None) -> Task:
         """Queue n_pieces more of a pass that `prefill` has begun, or all that are left. A task that gives the Span."""
@@ -1730,6 +1729,7 @@ class Scheduler(Rounds):
         self.next_groups = itertools.cycle(range(pipeline.n_groups))
         self.turns = Turns(pipeline.n_stages)
         self.progress: Progress | None = None       # the pass of a prompt of which parts are queued, and parts are not
+        self.encoding: Progress | None = None       # such an encoding; prompts without pictures get passes meanwhile
         self.totals = dict.fromkeys(("requests", "cache_hits", "prompt_tokens", "cached_tokens", "generated_tokens",
                                      "keys_read", "keys_seen"), 0)
 
@@ -1750,20 +1750,20 @@ class Scheduler(Rounds):
             "drafts_checked": tuple(self.pace.n_checked), "drafts_accepted": tuple(self.pace.n_accepted)}
 
     @contextlib.contextmanager
-    def between_steps(self):
+    def between_steps(self, leaves_pictures: bool = False):
         """See Rounds. The pass of which parts are queued is queued whole: what it keeps in scratch memory would be
-        lost."""
+        lost. leaves_pictures: no part of an encoding is queued, as the caller uses neither the tower nor its rows."""
         with super().between_steps():
-            while self.progress:            # behind an encoding stands the pass that it is for
-                self._queue_part(len(self.progress.pieces))
+            while run := self.progress or (None if leaves_pictures else self.encoding):     # then comes its pass
+                self._queue_part(run, len(run.pieces))
             yield
 
     @contextlib.contextmanager
-    def borrow_slot(self, n_tokens: int):
+    def borrow_slot(self, n_tokens: int, leaves_pictures: bool = False):
         """Context manager for work outside the queue: gives a Sequence with a free slot and pages for so many tokens,
         and the caller has the pipeline to itself. Raises RequestError if every slot is taken or too few pages are left,
         and EngineStopped after a failure or the end."""
-        with self.between_steps():
+        with self.between_steps(leaves_pictures):
             if not self.free_slots:
                 raise RequestError("slots", "every slot is taken by a running request")
             if pages_for(n_tokens) > self._unpromised_pages():
@@ -1840,13 +1840,12 @@ class Scheduler(Rounds):
         return self.cache.n_available - sum(s.n_pages - len(s.pages) for s in self.running)
 
     def _prefill(self, sequence: Sequence):
-        """Queue the next pass of a prompt, or a part of it."""
+        """Queue the next pass of a prompt, or a part of it. A prompt that has pictures to show lets an encoding that
+        was begun come to its end."""
         if not sequence.has_begun:
             self._begin(sequence)
-        if not self.progress:
-            self.progress = self._plan_pass(sequence)
-        pieces = self.progress.pieces
-        self._queue_part(self.turns.n_pieces(pieces, self._has_answers()))
+        run = self.progress or (self.encoding if sequence.pictures.after(sequence.n_computed) else None)
+        self._queue_part(run or self._plan_pass(sequence))
 
     def _plan_pass(self, sequence: Sequence) -> Progress:
         """The next pass of a prompt. Passes start at multiples of 64, so no result depends on their size."""
@@ -1868,15 +1867,16 @@ class Scheduler(Rounds):
         return [picture for s in self.running if s.in_prompt and s.pictures
                 for picture in s.pictures.after(s.n_prompt - self.cache.tokens_left(s))]
 
-    def _queue_part(self, n_pieces: int):
-        """Queue the next pieces of the pass in progress."""
-        run, has_answers = self.progress, self._has_answers()
+    def _queue_part(self, run: Progress, n_pieces: int | None = None):
+        """Queue the next pieces of a pass, by default as many as have their turn."""
+        has_answers, self.turns.is_encoding = self._has_answers(), bool(run.placed)
+        n_pieces = n_pieces or self.turns.n_pieces(run.pieces, has_answers)
         queued, run.pieces = run.pieces[:n_pieces], run.pieces[n_pieces:]
         part = [n_pieces] if run.pieces else []         # else all that is left
-        if run.has_begun:
+        if run.placed:
+            span = self.pipeline.encode(None if run.has_begun else run.placed, *part)
+        elif run.has_begun:
             span = self.pipeline.continue_prefill(*part)
-        elif run.placed:
-            span = self.pipeline.encode(run.placed, *part)
         else:
             marks, sequence = [(at - run.start, number) for at, number in run.marks], run.sequence
             span = self.pipeline.prefill(sequence.ids[run.start:run.end], sequence.slot, run.start, marks, *part,
@@ -1884,8 +1884,9 @@ class Scheduler(Rounds):
                                          is_sparse=sequence.generation.is_sparse)
         run.has_begun = True
         self.turns.add_part(sum(queued), span, has_answers)
-        if not run.pieces:
-            self.progress = None
+        left = run if run.pieces else None
+        self.progress, self.encoding = (None, left) if run.placed else (left, self.encoding)
+        if not left:
             self._end_pass(run)
 
     def _end_pass(self, run: Progress):
@@ -2055,7 +2056,7 @@ class Scheduler(Rounds):
         count = outcome[advance.COUNT]
         if count < 0:
             expert_store.check(self.pipeline.stages)
-            placed = self.progress.placed if self.progress else ()
+            placed = [each for run in (self.progress, self.encoding) if run for each in run.placed]
             if sequence.pictures and (error := self.pipeline.blame(sequence.pictures, placed)):
                 return self._finish(sequence, error)        # its own rows alone hold the NaN
             raise CardError(NAN_LOGITS)
@@ -2112,11 +2113,11 @@ class Scheduler(Rounds):
 
     def _finish(self, sequence: Sequence, error: Exception | None = None):
         self.running.remove(sequence)
-        if self.progress and self.progress.sequence is sequence:    # the rest of its pass is not queued any more
-            self.cache.free_numbers += [number for _, number in self.progress.marks]
-            if self.progress.placed:
-                self.pipeline.gallery.forget(self.progress.placed)
-            self.progress = None
+        for run in [run for run in (self.progress, self.encoding) if run and run.sequence is sequence]:
+            self.cache.free_numbers += [number for _, number in run.marks]      # the rest of it is not queued any more
+            if run.placed:
+                self.pipeline.gallery.forget(run.placed)
+            self.progress, self.encoding = (self.progress, None) if run is self.encoding else (None, self.encoding)
         self._release(sequence)
         sequence.generation.close(error)
 

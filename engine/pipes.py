@@ -82,7 +82,7 @@ class PipeMeter:
 
     def _get_ready_for_one(self):
         with contextlib.suppress(RequestError):             # where no slot is free, what runs is compiled for instead
-            with self.scheduler.borrow_slot(1) as sequence:
+            with self.scheduler.borrow_slot(1, leaves_pictures=True) as sequence:
                 shape = self.scheduler.shape([sequence], 0)
             self._get_ready(shape._replace(width=1, n_drafts=0))
 
@@ -100,7 +100,7 @@ class PipeMeter:
     def _get_ready(self, shape):
         """Compiles what counts steps of this shape."""
         stage = self.stage
-        with self.scheduler.between_steps(), self._as_model():
+        with self.scheduler.between_steps(leaves_pictures=True), self._as_model():
             recordings = [stage.recordings.of(stage.launch_step, shape, 0, buffer)
                           for buffer in range(len(stage.batches[0].outcomes))]
         for recording in recordings:
@@ -120,7 +120,7 @@ class PipeMeter:
         steps, the last one's is compiled, and nothing counted."""
         with self._without_drafts():            # in the steps between two looks, too: they plan those that come
             for _ in range(LOOKS):
-                with self.scheduler.between_steps(), self._as_model():
+                with self.scheduler.between_steps(leaves_pictures=True), self._as_model():
                     batch = self.scheduler.answering(0)
                     if not batch:
                         return

@@ -23,11 +23,16 @@ end in that time, since attention takes longer and longer towards the end of a l
 the midst of such a pass may wait for a layer, which is AHEAD at most and not PART. Several cards hand on whole passes,
 which then take LONGEST_PASS at most.
 
+Pictures are encoded before the pass that shows them, in such parts, too. Each of these parts is a turn of its own: an
+encoding may take much longer than its tokens tell, so passes of other prompts run between its parts. Only prompts that
+have pictures left to show wait for its end, since each encoding takes rows from those before it.
+
 The card must not wait for the host. So a part is queued before the one before it is over, and the account goes by how
 long parts and steps should take. When the tokens behind a part have come, it is corrected by what the part took: by the
 card's clock, since the host's threads wait for each other while a part is queued. Of a whole pass on several cards, the
 times at which the host got tokens must tell. How long a part should take is what engine/plan.py says, times a factor
-that is measured all the time. No token depends on times: they decide when something is computed, and never what.
+that is measured all the time, and for encodings of pictures apart. No token depends on times: they decide when
+something is computed, and never what.
 """
 
 import collections
@@ -66,11 +71,15 @@ class Turns:
         self.n_stages, self.clock = n_stages, clock
         self.passed_over = None         # the oldest prompt, if the last pass belonged to a shorter one
         self.n_parts = 0                # parts queued so far while answers ran
-        self.unmeasured = collections.deque()   # the last ones of these: (seconds by plan, seconds charged, task)
-        self.alone = collections.deque()        # parts queued while no answer ran, not waited for: (by plan, task)
+        # Parts queued while answers ran, the last ones: (seconds by plan, seconds charged, task, factors).
+        self.unmeasured = collections.deque()
+        # Those queued while no answer ran, not waited for: (seconds by plan, task, factors).
+        self.alone = collections.deque()
         self.owed = 0.0                 # seconds that answers are still to have before the next part; below 0: too many
         self.steps = collections.deque(maxlen=RECENT_STEPS)     # seconds that steps took without a part before them
-        self.factors = collections.deque(maxlen=RECENT_PARTS)   # seconds that parts took, of those by plan
+        # Seconds that parts took, of those by plan: of passes, and of encodings of pictures, whose plans err otherwise.
+        self.factors_of = [collections.deque(maxlen=RECENT_PARTS) for _ in range(2)]
+        self.is_encoding = False        # whether the next part is one of an encoding
         self.step_age = STEP_AGE        # parts queued since a step was measured
         self.n_queued = 0               # steps and first tokens queued so far
         self.landed = Ticket(0, 0, False)       # the latest of these whose tokens have come
@@ -102,6 +111,11 @@ class Turns:
         return min(self.steps, default=0.0)
 
     @property
+    def factors(self) -> collections.deque:
+        """Those of parts like the next one."""
+        return self.factors_of[self.is_encoding]
+
+    @property
     def factor(self) -> float:
         """How many times longer than planned parts take: the median of the latest."""
         return sorted(self.factors)[len(self.factors) // 2] if self.factors else 1.0
@@ -119,6 +133,7 @@ class Turns:
     def most_rows(self, chunk: int, pieces, has_answers: bool) -> int:
         """Tokens of a pass, at most, beside running answers or without any. pieces(rows): seconds of the pieces of a
         pass, by plan."""
+        self.is_encoding = False
         if has_answers:
             seconds, longest = lambda rows: sum(pieces(rows)), max(PASS, self.part_seconds)
         else:
@@ -148,14 +163,14 @@ class Turns:
         the part before is over."""
         if not has_answers:
             if task:
-                self.alone.append((seconds, task))
+                self.alone.append((seconds, task, self.factors))
             if len(self.alone) > 1:
                 self._wait(*self.alone.popleft())
             return
         self.alone.clear()
         self.n_parts += 1
         self.step_age += 1
-        self.unmeasured.append((seconds, seconds * self.factor, task))
+        self.unmeasured.append((seconds, seconds * self.factor, task, self.factors))
         self._owe(seconds * self.factor * (1 / PROMPT_SHARE - 1))
 
     def add_step(self) -> Ticket:
@@ -184,26 +199,26 @@ class Turns:
         self.landed, self.is_quiet = max(self.landed, ticket), self.n_parts == ticket.n_parts
         over = [self.unmeasured.popleft() for _ in range(len(self.unmeasured) - (self.n_parts - ticket.n_parts))]
         is_measure, whole = follows and ticket.is_step, [part for part in over if part[2] is None]
-        for by_plan, charged, task in over:
+        for by_plan, charged, task, factors in over:
             if task:
-                self._measure(by_plan, charged, min(task.result().seconds, LONGEST_PAUSE))
+                self._measure(by_plan, charged, min(task.result().seconds, LONGEST_PAUSE), factors)
         if whole and is_measure:
             by_plan, charged = map(sum, zip(*(part[:2] for part in whole)))
             # Never 0: a step may have been faster than most.
-            self._measure(by_plan, charged, max(seconds - self.step_seconds, charged / 10))
+            self._measure(by_plan, charged, max(seconds - self.step_seconds, charged / 10), self.factors_of[False])
         if not over and is_measure and was_quiet and self.is_quiet:
             self.steps.append(seconds)
             self.step_age = 0
 
-    def _wait(self, by_plan: float, task):
+    def _wait(self, by_plan: float, task, factors: collections.deque):
         """Wait until a part is over that was queued while no answer ran, and note how long it took."""
         span = task.result()
         task.worker.wait(span.end)
         if by_plan:
-            self.factors.append(min(span.seconds, LONGEST_PAUSE) / by_plan)
+            factors.append(min(span.seconds, LONGEST_PAUSE) / by_plan)
 
-    def _measure(self, by_plan: float, charged: float, taken: float):
+    def _measure(self, by_plan: float, charged: float, taken: float, factors: collections.deque):
         """Parts took so many seconds. What they were charged is corrected."""
         if by_plan:                     # 0 for hops that take no time, and layers of which plans know nothing
-            self.factors.append(taken / by_plan)
+            factors.append(taken / by_plan)
             self._owe((taken - charged) * (1 / PROMPT_SHARE - 1))

@@ -8,13 +8,19 @@ A picture is a grid of blocks of 32 x 32 pixels; a block has 2 x 2 patches and b
 files with the projector type `qwen3vl_merger` ("mmproj" files). The residual stream x is float32; what enters a product
 is float16, and so are all matrices on the card. Pictures of several requests pass together: only attention keeps them
 apart. A picture's rows have the same bits in whatever company it comes.
+
+The scheduler queues a pass in pieces, and others have their turns between two pieces. An emulated card is slow: it may
+take seconds for one block. So there a piece is some rows of a product, or some tiles of attention. No bit depends on
+where a pass is cut.
 """
 
 import itertools
+import math
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -31,6 +37,8 @@ TYPES = (*FLOATS, "Q8_0")           # of tensors that may be in a file
 MERGED = patches.BLOCK ** 2         # patches of a row
 LARGEST_HALF = 65504.0
 SHARE = 0.35                        # of the half2 pipe's peak that a tower reaches
+PIECE = 7e8                         # operations of a piece on an emulated card, about, at most, for each of its threads
+PIECE_ROWS = 64                     # such a piece has a multiple of so many rows: a whole number of a product's tiles
 
 
 # ---- what a tower is ---------------------------------------------------------------------------------------
@@ -280,21 +288,16 @@ class Tower:
             raise ValueError(f"a picture of {largest} tokens, and the tower has room for {self.most_tokens}")
         first = 0
         for part in passes_of(pictures, self.most_tokens):
-            grid, tiles = self._place(part)
-            yield from self._launch(grid, tiles, outs[first:first + len(part)])
+            tokens = [picture.n_tokens for picture in part]
+            for _, launch in self._pieces(tokens, *self._place(part), outs[first:first + len(part)]):
+                launch()
+                yield
             first += len(part)
 
     def seconds(self, pictures, speed) -> list[float]:
         """About how long each piece of `encode` takes on a card of this Speed (kernels/probe.py)."""
-        w, found = self.config.width, []
-        for part in passes_of(pictures, self.most_tokens):
-            sizes = [MERGED * picture.n_tokens for picture in part]
-            n = sum(sizes)
-            attention = 8 * n * w * w + 4 * w * sum(size * size for size in sizes)
-            merger = n * w * (2 * MERGED * w + 2 * self.config.hidden_dim)
-            found += [2 * n * patches.VALUES * w, *[attention, 4 * n * w * self.config.ffn_dim] * self.config.n_blocks,
-                      merger]
-        return [operations / (SHARE * speed.half2) for operations in found]
+        passes = [[picture.n_tokens for picture in part] for part in passes_of(pictures, self.most_tokens)]
+        return [operations / (SHARE * speed.half2) for tokens in passes for operations, _ in self._pieces(tokens)]
 
     @property
     def most_tokens(self) -> int:
@@ -329,42 +332,74 @@ class Tower:
                                    picture_attention.tiles_of([MERGED], self.config.head_dim))
         out = self.card.alloc((1, self.config.hidden_dim), np.float32, "rows of a rehearsal")
         for shape in half_gemm.shapes_of(self.card):
-            for _ in self._launch(grid, tiles, [out], shape):
-                pass
+            for _, launch in self._pieces([1], grid, tiles, [out], shape):
+                launch()
 
-    def _launch(self, grid: Grid, tiles: Array, outs: list[Array], shape: half_gemm.Shape | None = None):
-        """The launches of a pass whose inputs are on the card. shape: of the products; by default the fastest."""
-        card, config, scratch, rows = self.card, self.config, self.scratch, grid.places.shape[1]
+    def _pieces(self, tokens: list[int], grid: Grid | None = None, tiles: Array | None = None, outs=None,
+                shape: half_gemm.Shape | None = None) -> Iterator[tuple[int, Callable[[], None]]]:
+        """(operations, launch) of each piece of a pass over pictures of so many tokens; launch() queues it. grid and
+        tiles are on the card; without them and `outs` nothing can be queued. shape: of the products; by default the
+        fastest."""
+        card, config, scratch, rows = self.card, self.config, self.scratch, MERGED * sum(tokens)
         x, u, wide, heads = scratch.x, scratch.u, scratch.wide, (config.n_heads, config.head_dim)
-
-        def multiply(y, matrix, given, ending, n=rows):
-            gemm_half(card, y if y is not wide else wide[:n * matrix.w.shape[0]], matrix, given, n, ending, shape=shape)
 
         def normalise(norm):
             layer_norm.layer_norm(card, u, x, norm.weight, norm.bias, rows, config.norm_eps)
 
-        patches.cut_patches(card, wide, scratch.pixels, grid)
-        multiply(x, self.patch, wide, "float")
-        patches.add_positions(card, x, self.table, grid)
-        yield
+        def normalise_first(norm):
+            patches.add_positions(card, x, self.table, grid)
+            normalise(norm)
+
+        def multiply(y, matrix, given, ending, first, end):
+            n, k = matrix.w.shape
+            gemm_half(card, y.reshape(-1)[n * first:n * end], matrix, given.reshape(-1)[k * first:k * end], end - first,
+                      ending, shape=shape)
+
+        def products(n, *steps, before=lambda: None):
+            each = sum(2 * math.prod(matrix.w.shape) for _, matrix, *_ in steps)
+
+            def launch(first, end):
+                if not first:
+                    before()
+                for step in steps:
+                    multiply(*step, first, end)
+
+            return [(each * (end - first), partial(launch, first, end)) for first, end in self._cuts(n, each)]
+
+        def attention():
+            lengths = picture_attention.tiles_of([MERGED * n for n in tokens], config.head_dim)[:, 1]
+            each = 4 * config.width * picture_attention.block_rows(config.head_dim)
+
+            def launch(first, end):
+                if not first:
+                    patch_rope.rotate_patches(card, wide, grid.places, self.frequencies, heads[0], rows)
+                picture_attention.attend_pictures(card, u, wide, tiles[first:end], *heads)
+
+            return [(each * int(lengths[first:end].sum()), partial(launch, first, end))
+                    for first, end in self._cuts(len(lengths), each * int(lengths[0]), 1)]
+
+        yield from products(rows, (x, self.patch, wide, "float"),
+                            before=lambda: patches.cut_patches(card, wide, scratch.pixels, grid))
         for block in self.blocks:
-            normalise(block.ln1)
-            multiply(wide, block.qkv, u, "half")
-            patch_rope.rotate_patches(card, wide, grid.places, self.frequencies, heads[0], rows)
-            picture_attention.attend_pictures(card, u, wide, tiles, *heads)
-            multiply(x, block.out, u, "add")
-            yield
-            normalise(block.ln2)
-            multiply(wide, block.up, u, "gelu")
-            multiply(x, block.down, wide, "add")
-            yield
-        normalise(self.post_ln)
-        multiply(wide, self.mm_0, u, "exact gelu", rows // MERGED)
-        merged = wide
-        for out in outs:
-            multiply(out, self.mm_2, merged, "float", len(out))
-            merged = merged[len(out) * MERGED * config.width:]
-        yield
+            begin = normalise_first if block is self.blocks[0] else normalise
+            yield from products(rows, (wide, block.qkv, u, "half"), before=partial(begin, block.ln1))
+            yield from attention()
+            yield from products(rows, (x, block.out, u, "add"))
+            yield from products(rows, (wide, block.up, u, "gelu"), (x, block.down, wide, "add"),
+                                before=partial(normalise, block.ln2))
+        yield from products(rows // MERGED, (wide, self.mm_0, u, "exact gelu"), before=partial(normalise, self.post_ln))
+        at = 0
+        for n, out in zip(tokens, outs or [None] * len(tokens)):
+            yield from products(n, (out, self.mm_2, wide[at:], "float"))
+            at += n * MERGED * config.width
+
+    def _cuts(self, n: int, operations: int, unit: int = PIECE_ROWS) -> list[tuple[int, int]]:
+        """(first, end) of the pieces of n rows of so many operations each: all rows, but on an emulated card as many as
+        PIECE says. unit: what a piece has a multiple of."""
+        size = n
+        if self.card.kind == "emulated":
+            size = unit * max(int(PIECE * self.card.threads / (unit * operations)), 1)
+        return [(first, min(first + size, n)) for first in range(0, n, size)]
 
 
 def passes_of(pictures, most_tokens: int) -> list[list]:

@@ -930,7 +930,7 @@ def test_a_process_that_was_suspended_owes_answers_no_hours():
     while not world.scheduler.turns.unmeasured:
         world.step()
     world.pipeline.now += 36_000
-    for _, _, task in world.scheduler.turns.unmeasured:
+    for _, _, task, _ in world.scheduler.turns.unmeasured:
         task.result = lambda: SimpleNamespace(seconds=36_000.0)
     world.step()
     assert 0 < world.scheduler.turns.owed <= LONGEST_PAUSE

@@ -1,5 +1,8 @@
 """What a prompt sees: places, keys and rotary positions of pictures; and models that see, with given rows."""
 
+import threading
+import time
+
 import numpy as np
 import pytest
 
@@ -7,6 +10,7 @@ import qengine
 from engine.images import Limits, Picture, Reader, prompt_fields
 from engine.request import EngineStopped, RequestError
 from engine.sight import FIRST_KEY, NAN_ROWS, NAN_UNKNOWN, Eyes, Gallery, PromptPictures, limits_for, pictures_of
+from engine.turns import Turns
 from kernels.emulated.card import EmulatedCard
 from tests.models import load_tiny
 from tests.oracle import oracle_json, oracle_npz, oracle_path
@@ -93,10 +97,12 @@ def test_rows_of_a_gallery_never_overlap():
 # ---- models that see -------------------------------------------------------------------------------------------------
 
 class GivenRows:
-    """A tower whose rows are known: those of each digest. encoded: the pictures that it was asked for."""
+    """A tower whose rows are known: those of each digest. encoded: the pictures that it was asked for. A picture has
+    n_pieces, and on_piece(number) is called when one of them is queued; the rows come with the last."""
 
     def __init__(self, rows):
         self.rows, self.encoded = rows, []
+        self.n_pieces, self.on_piece = 1, lambda number: None
 
     def load(self, card, max_tokens):
         self.card = card
@@ -105,14 +111,17 @@ class GivenRows:
     def encode(self, pictures, outs):
         for each, out in zip(pictures, outs):
             self.encoded.append(each)
-            self.card.copy_in(out, self.rows[each.digest])
-            yield
+            for number in range(1, self.n_pieces + 1):
+                self.on_piece(number)
+                if number == self.n_pieces:
+                    self.card.copy_in(out, self.rows[each.digest])
+                yield
 
     def rehearse(self):
         """It has no kernels."""
 
     def seconds(self, pictures, speed):
-        return [0.01] * len(pictures)
+        return [0.01] * self.n_pieces * len(pictures)
 
 
 class Golden:
@@ -253,6 +262,105 @@ def test_answers_go_on_while_pictures_are_encoded(seeing, golden):
     assert found == alone[1] and [alone[0][0], *(delta.token_id for delta in running)] == alone[0]
 
 
+@pytest.fixture
+def in_pieces(seeing, golden, monkeypatch):
+    """(engine, its tower, the request of a picture, its answer, the numbers of the pieces that were queued).
+    The picture has 300 pieces, which are queued one at a time."""
+    engine, tower = seeing
+    case, queued = golden[0], []
+    want = tokens_of(engine, case.ids, [case.picture], 4)
+    engine.clear_cache()
+    tower.n_pieces, tower.on_piece = 300, queued.append
+    monkeypatch.setattr(engine.scheduler.turns, "n_pieces", lambda pieces, has_answers: 1)
+    request = qengine.Request(case.ids, max_tokens=4, pictures=(case.picture,), ignore_eos=True)
+    return engine, tower, request, want, queued
+
+
+def begun(tower, queued, seconds=0.0):
+    """An Event: some pieces are queued. seconds: that each piece takes."""
+    event = threading.Event()
+
+    def on_piece(number):
+        queued.append(number)
+        time.sleep(seconds)
+        if number == 5:
+            event.set()
+
+    tower.on_piece = on_piece
+    return event
+
+
+def test_a_question_is_answered_while_a_picture_is_encoded(in_pieces):
+    """Its prompt has passes and its answer has steps between two pieces, and no bit changes."""
+    engine, tower, request, want, queued = in_pieces
+    text = list(range(900, 900 + len(request.prompt_ids) // 2))     # the shorter prompt comes first
+    alone = tokens_of(engine, text, [], 3)
+    engine.clear_cache()
+    event = begun(tower, queued, seconds=0.01)
+    slow = engine.submit(request)
+    assert event.wait(20)
+    with engine.scheduler.between_steps(leaves_pictures=True):      # as the meter of pipes does
+        assert len(queued) < 100
+    assert tokens_of(engine, text, [], 3) == alone
+    assert len(queued) < 200 and len(tower.encoded) == 2            # 1: of the fixture
+    assert [delta.token_id for delta in slow] == want and queued == list(range(1, 301)) and len(tower.encoded) == 2
+
+
+def test_parts_of_encodings_are_as_long_as_encodings_tell():
+    """Plans err otherwise about them than about passes of text: on an emulated card by many times."""
+    turns, pieces = Turns(1), [0.001] * 100
+    turns.factors_of[False].extend([5.0] * 5)
+    assert turns.n_pieces(pieces, False) == 33                  # of three equal parts
+    turns.is_encoding = True
+    assert turns.n_pieces(pieces, False) == 1                   # nothing is measured
+    turns.factors_of[True].append(100.0)
+    assert turns.n_pieces(pieces, False) == 2                   # of 0.1 s each
+    assert turns.most_rows(512, lambda rows: [rows / 1e4], False) == 384 and not turns.is_encoding
+
+
+def test_another_picture_waits_until_the_first_is_encoded(in_pieces, golden):
+    engine, tower, request, want, queued = in_pieces
+    other, event = golden[1], begun(tower, queued)
+    slow = engine.submit(request)
+    assert event.wait(20)
+    tokens_of(engine, other.ids, [other.picture], 4)
+    assert queued == 2 * list(range(1, 301)) and [delta.token_id for delta in slow] == want
+    assert [each.digest for each in tower.encoded[1:]] == [request.pictures[0].digest, other.picture.digest]
+
+
+def test_steps_of_an_answer_run_between_the_pieces_of_a_picture(in_pieces, monkeypatch):
+    engine, tower, request, _, queued = in_pieces
+    step, order = engine.pipeline.step, []
+    monkeypatch.setattr(engine.pipeline, "step", lambda *given: (order.append("step"), step(*given))[1])
+    answer = engine.submit(qengine.Request([900, 901], max_tokens=400, ignore_eos=True))
+    next(iter(answer))
+    tower.n_pieces, tower.on_piece = 20, order.append
+    slow = engine.submit(request)
+    slow.wait()
+    answer.cancel()
+    answer.wait()
+    first, last = order.index(1), order.index(20)
+    assert all("step" in order[order.index(n):order.index(n + 1)] for n in range(1, 20)), order[first:last]
+
+
+def test_pieces_of_a_picture_whose_request_is_cancelled_are_not_queued(in_pieces):
+    """At most the next ones, which the scheduler may have posted. Then others have the card, or the engine closes."""
+    engine, tower, request, want, queued = in_pieces
+    for close in False, True:
+        queued.clear()
+        event = begun(tower, queued, seconds=0.01)
+        doomed = engine.submit(request)
+        assert event.wait(20)
+        n = len(queued)
+        doomed.cancel()
+        if close:
+            engine.close(grace=20)
+        else:
+            tokens_of(engine, [900, 901], [], 2)
+        assert n <= len(queued) <= n + 3
+    assert doomed.wait(1)
+
+
 def test_a_request_that_is_cancelled_while_its_picture_is_encoded(seeing, golden):
     engine, _ = seeing
     ids, pictures = conversation(golden)
@@ -365,8 +473,8 @@ def test_a_picture_of_which_a_part_was_encoded_for_a_cancelled_request(seeing, g
     monkeypatch.setattr(scheduler.turns, "n_pieces", lambda pieces, has_answers: 1)
     doomed, queue_part = engine.submit(qengine.Request(ids, pictures=tuple(pictures))), scheduler._queue_part
 
-    def cancelled(n_pieces):
-        queue_part(n_pieces)
+    def cancelled(run):
+        queue_part(run)
         doomed.cancel()
 
     monkeypatch.setattr(scheduler, "_queue_part", cancelled)

@@ -9,11 +9,13 @@ import numpy as np
 import pytest
 
 import qengine
+from engine import vision
 from engine.gguf import GGUF
 from engine.images import Picture
 from engine.request import ModelError
-from engine.vision import (TYPES, FileVisionWeights, OpenedTower, SyntheticVisionWeights, Tower, VisionConfig,
-                           open_tower, passes_of)
+from engine.vision import (MERGED, PIECE, PIECE_ROWS, SHARE, TYPES, FileVisionWeights, OpenedTower,
+                           SyntheticVisionWeights, Tower, VisionConfig, open_tower, passes_of)
+from kernels import picture_attention
 from kernels.card import PlannedCard
 from kernels.probe import Speed
 from tests.oracle import oracle_json, oracle_npz, oracle_path
@@ -21,6 +23,7 @@ from tests.vision_files import EXPORTED, SMALL, picture, picture_of, write_tower
 from tests.vision_reference import tower_reference
 
 SPEED = Speed(dot=1e14, half2=1e14, read=1e12, link=1e9)
+SMALLEST = 2 * PIECE_ROWS * (MERGED * SMALL.width) ** 2     # operations of the largest piece that cannot be cut: mm.0's
 TOLERANCE = 2e-3            # relative L2 error of a picture's rows: half precision in products
 
 
@@ -107,6 +110,30 @@ def test_a_picture_has_the_same_bits_in_company(small):
     for each in pictures:
         np.testing.assert_array_equal(together[first:first + each.n_tokens], encoded(tower, each))
         first += each.n_tokens
+
+
+@pytest.mark.parametrize("piece", [1, 3e6, 1e8])
+def test_no_bit_depends_on_the_pieces(small, monkeypatch, piece):
+    """A piece is as small as it may be, or has about so many operations; more have only the smallest ones."""
+    _, tower = small
+    pictures = [picture(*size, seed) for seed, size in enumerate([(3, 5), (1, 1), (8, 8), (2, 9)])]
+    whole, n_whole = encoded(tower, *pictures), len(tower.seconds(pictures, SPEED))
+    monkeypatch.setattr(vision, "PIECE", piece / tower.card.threads)
+    seconds = tower.seconds(pictures, SPEED)
+    assert len(seconds) > n_whole and max(seconds) * SHARE * SPEED.half2 <= 1.001 * max(piece, SMALLEST)
+    np.testing.assert_array_equal(encoded(tower, *pictures), whole)
+
+
+def test_a_large_picture_is_in_short_pieces_on_an_emulated_card_alone(small, monkeypatch):
+    """4,000 x 3,000 pixels are 39 x 52 blocks. The least of attention is a tile, with all heads."""
+    _, tower = small
+    monkeypatch.setattr(Tower, "most_tokens", 2048)
+    seconds = tower.seconds([picture(39, 52)], SPEED)
+    tile = 4 * SMALL.width * picture_attention.block_rows(SMALL.head_dim) * MERGED * 39 * 52
+    assert max(seconds) * SHARE * SPEED.half2 <= 1.001 * max(PIECE * tower.card.threads, tile)
+    monkeypatch.setattr(tower.card, "kind", "cuda")
+    on_cuda = tower.seconds([picture(39, 52)], SPEED)
+    assert len(on_cuda) == 3 + 4 * SMALL.n_blocks and sum(on_cuda) == pytest.approx(sum(seconds))
 
 
 def test_a_picture_too_large_is_refused(small):

@@ -11,6 +11,7 @@ from .emit import WARP, Operands, bits_of, const, llvm_type, suffix, ty
 
 DIRECTED = {"rz": 0, "rp": 2, "rm": 3}              # rounding modes, as llvm.set.rounding numbers them
 _DOWN, _UP = "9", "10"                              # as an instruction of AVX-512 names them
+_OF_HALVES = {"fma", "add", "sub", "mul"}           # arithmetic that some processors have for halves, too
 
 
 def only(instr, *allowed):
@@ -25,9 +26,9 @@ class Floats(Operands):
 
     def floating(self, instr, operands, compute):
         """Writes compute(t, w, mods, *values). It computes f32 and f64 in their own type, f16 as f32 with one
-        rounding to half, and f16x2 likewise for each half.
+        rounding to half, and f16x2 likewise for each half. What the processor does on halves it does in line.
 
-        Operations on halves are calls of functions. In line they would make the machine code faster and its
+        Other operations on halves are calls of functions. In line they would make the machine code faster and its
         translation much slower (benchmarks/results.md).
         """
         kind = instr.mods[-1]
@@ -40,8 +41,10 @@ class Floats(Operands):
                       lambda w, *a: self._finish(t, w, mods, compute, a))
         elif kind in ("f16", "f16x2"):
             t, emit = ("half", self._half) if kind == "f16" else ("i32", self._half2)
-            name = ".".join([instr.name, *instr.mods])
-            self.lift(instr, t, [(o, t) for o in operands], lambda w, *a: self.outlined(
+            name, typed = ".".join([instr.name, *instr.mods]), [(o, t) for o in operands]
+            if self._has_halves(mods):
+                return self.lift(instr, t, typed, lambda w, *a: emit(w, mods, compute, a))
+            self.lift(instr, t, typed, lambda w, *a: self.outlined(
                 f"{name}.{w}", ty(t, w), lambda *v: emit(w, mods, compute, v), *((ty(t, w), v) for v in a)))
         else:
             raise instr.unsupported(f"type `.{kind}`")
@@ -78,10 +81,16 @@ class Floats(Operands):
         bits, = struct.unpack("<Q", struct.pack("<d", value))          # how LLVM writes any float exactly
         return const(t, w, f"0x{bits:016X}")
 
+    def _has_halves(self, mods):
+        """Whether the processor does this operation on halves, with one rounding."""
+        return self.cpu_halves and self.instr.name in _OF_HALVES and set(mods) <= {"rn"}
+
     def _half(self, w, mods, compute, values):
-        """Computes on halves through float32. For +, -, *, / and sqrt, one operation of float32 on halves that is
-        rounded again to half equals one rounding (24 >= 2 * 11 + 2). The sum of an fma can be longer, so fma rounds
-        to odd first (`_odd_fma`)."""
+        """Computes on halves, where the processor cannot through float32. For +, -, *, / and sqrt, one operation of
+        float32 on halves that is rounded again to half equals one rounding (24 >= 2 * 11 + 2). The sum of an fma can
+        be longer, so fma rounds to odd first (`_odd_fma`)."""
+        if self._has_halves(mods):
+            return compute("half", w, mods, *values)
         wide = [self.cast("fpext", "half", "float", w, v) for v in values]
         result = self._finish("float", w, mods + ("half",), compute, wide)
         return self.cast("fptrunc", "float", "half", w, result)

@@ -66,13 +66,19 @@ def host():
     features = llvm.get_host_cpu_features()
     avx512 = all(features.get(f) for f in ("avx512f", "avx512bw", "avx512vl", "avx512dq"))
     return Target(llvm.get_process_triple(), llvm.get_host_cpu_name(), features.flatten(), bool(features.get("avx2")),
-                  avx512, avx512 and bool(features.get("avx512vnni")))
+                  avx512, *(avx512 and bool(features.get(name)) for name in ("avx512vnni", "avx512fp16")))
+
+
+@functools.cache
+def avx512():
+    """This machine without arithmetic of halves."""
+    return replace(host(), features=_without("avx512fp16"), fp16=False)
 
 
 @functools.cache
 def avx2():
     """This machine without AVX-512."""
-    return replace(host(), features=_without("avx512"), avx512=False, vnni=False)
+    return replace(host(), features=_without("avx512"), avx512=False, vnni=False, fp16=False)
 
 
 @functools.cache
@@ -89,8 +95,8 @@ def _without(*starts):
 
 
 # Functions that return a Target of this machine, one for each code path that it can execute. Tests run over them.
-TARGETS = tuple({(target.avx2, target.avx512, target.vnni): of
-                 for of in (plain, avx2, host) for target in [of()]}.values())
+TARGETS = tuple({(target.avx2, target.avx512, target.vnni, target.fp16): of
+                 for of in (plain, avx2, avx512, host) for target in [of()]}.values())
 
 
 def target_machine(target, level=2):

@@ -42,6 +42,7 @@ class Target:
     avx2: bool
     avx512: bool
     vnni: bool
+    fp16: bool                                      # AVX-512's arithmetic of halves
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,7 @@ class Translator(Printing):
         self.vnni, self.avx2 = target.vnni, target.avx2
         self.chains_dots = target.vnni or target.avx2
         self.cpu_gathers = self.cpu_permutes = self.cpu_rounds = target.avx512
+        self.cpu_halves = target.fp16
         self.parameters, self.params, self.params_bytes = self._layout_parameters()
         self.flow = Flow(self.function.body)
         variables, shapes = self._layout_variables()

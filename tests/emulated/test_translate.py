@@ -601,7 +601,7 @@ def test_lines_of_inlined_library_code_are_those_of_the_kernel():
 def test_compiles_for_arm():
     llvm.initialize_all_targets()
     llvm.initialize_all_asmprinters()
-    arm = Target("aarch64-unknown-linux-gnu", "generic", "+neon", False, False, False)
+    arm = Target("aarch64-unknown-linux-gnu", "generic", "+neon", False, False, False, False)
     body = f"""{START} mul.lo.s32 %r2, %r1, %r1; shl.b32 %r3, %r2, 2; cvt.u64.u32 %rd3, %r3; add.s64 %rd4, %rd2, %rd3;
     ld.global.u32 %r4, [%rd4]; dp4a.s32.s32 %r5, %r4, %r2, %r1; shfl.sync.idx.b32 %r6, %r5, %r4, 31, -1; bar.sync 0;
     fma.rn.f16x2 %r7, %r6, %r5, %r4; atom.global.add.u32 %r8, [%rd1], %r7;"""
