@@ -16,6 +16,7 @@ A *word* is a uint32. An int8x4 word holds bytes 0 to 3 from the lowest bits up.
 
 from llvmlite import ir
 from numba import cuda
+from numba.core.errors import TypingError
 from numba.core.types import UniTuple
 from numba.cuda import types
 from numba.core import cgutils
@@ -33,6 +34,20 @@ def _emit(text, result, arguments):
     return lambda _, builder, __, values: builder.asm(function, text, constraints, values, False)
 
 
+def _no_float(given, wanted):
+    """Raises TypingError if a float is given where bits are wanted: Numba would make an integer of it unasked."""
+    if isinstance(given, types.Float):
+        raise TypingError(f"bits are wanted, a {wanted}, not a {given}")
+
+
+def _typed(text, result, arguments, *given):
+    """What an intrinsic for one PTX instruction returns. A float64 becomes the nearest float32."""
+    for kind, wanted in zip(given, arguments):
+        if wanted != float32:
+            _no_float(kind, wanted)
+    return result(*arguments), _emit(text, result, arguments)
+
+
 def _instruction(text, result, *arguments, doc):
     """An intrinsic for one PTX instruction; in `text`, $0 is the result and $1, $2, ... are the operands."""
 
@@ -40,13 +55,13 @@ def _instruction(text, result, *arguments, doc):
     # is a free variable of each function, by which the key of the compilation cache tells two instructions apart.
     if len(arguments) == 1:
         def typing(context, a):
-            return result(*arguments), _emit(text, result, arguments)
+            return _typed(text, result, arguments, a)
     elif len(arguments) == 2:
         def typing(context, a, b):
-            return result(*arguments), _emit(text, result, arguments)
+            return _typed(text, result, arguments, a, b)
     else:
         def typing(context, a, b, c):
-            return result(*arguments), _emit(text, result, arguments)
+            return _typed(text, result, arguments, a, b, c)
     typing.__doc__ = doc
     typing.__name__ = text.split()[0]
     return intrinsic(typing)
@@ -178,6 +193,7 @@ def float_as_word(context, x):
 @intrinsic
 def word_as_float(context, x):
     """The float32 whose bits are this word (uint32 or int32)."""
+    _no_float(x, "uint32 or int32")
     if x == int32:
         return float32(int32), lambda _, builder, __, values: builder.bitcast(values[0], ir.FloatType())
     return float32(uint32), lambda _, builder, __, values: builder.bitcast(values[0], ir.FloatType())
@@ -648,10 +664,19 @@ def _clamp(x, low, high):
     return high if x > high else x
 
 
+@intrinsic
+def _no_float64(context, x):
+    """x, unless it is a float64: then the kernel is not compiled."""
+    if x == types.float64:
+        raise TypingError("a float32 is wanted, not a float64: is a float32(...) missing? 0.0 is a float64")
+    return x(x), lambda _, builder, __, values: values[0]
+
+
 @cuda.jit(device=True, forceinline=True)
 def _nearest(x):
-    """The nearest integer to x, ties to even, for |x| < 2**22, as int32 and float32: the addition rounds."""
-    biased = x + float32(BIAS_FLOAT)
+    """The nearest integer to x, ties to even, for |x| < 2**22, as int32 and float32: the addition rounds. That of
+    float64 would keep a fraction."""
+    biased = _no_float64(x) + float32(BIAS_FLOAT)
     return int32(float_as_word(biased) - uint32(BIAS_WORD)), biased - float32(BIAS_FLOAT)
 
 

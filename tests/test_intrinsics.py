@@ -6,6 +6,7 @@ from numba import cuda
 from numba.types import uint32, uint64
 
 from kernels import intrinsics
+from kernels.compile import CompileError
 
 EDGES = np.array([0.0, -0.0, 1.0, -1.0, 0.5, 1.5, 2.5, -2.5, 1e-45, -1e-45, 1.17549435e-38, 3.4028235e38,
                   -3.4028235e38, np.inf, -np.inf, np.nan, 8388609.0, 65504.0, 65519.9, 65520.0, 5.9e-8,
@@ -213,6 +214,34 @@ def test_sincos(card):
         got, want = apply(card, function, np.float32, x), twin(x.astype(np.float64))
         allowed = np.maximum(2 * np.spacing(abs(want).astype(np.float32)), 2.0**-26)
         assert (abs(got - want) <= allowed).all()
+
+
+OF_FLOATS = {"half_bits": 1, "pack_half2": 2, "div_rn": 2, "sqrt_rn": 1, "round_to_int": 1, "float_max": 2,
+             "float_min": 2, "float_as_word": 1, "exp": 1, "exp2": 1, "log": 1, "sigmoid": 1, "silu": 1, "softplus": 1,
+             "rsqrt": 1, "sincos": 1}      # name -> how many floats it takes
+OF_BITS = {"half_to_float": 1, "half2_low": 1, "both_high": 1, "word_as_float": 1, "hadd2": 2, "dp4a": 3, "prmt": 3}
+
+
+@pytest.mark.parametrize("name", OF_FLOATS)
+def test_a_float64_is_rounded_or_refused(card, name):
+    """What is given as float64 counts as the nearest float32, or the kernel is not compiled."""
+    x = np.random.default_rng(13).uniform(0.1, 3, 100)
+    function = {"sincos": sine}.get(name, getattr(intrinsics, name))
+    of_float32 = apply(card, function, np.float32, *[x.astype(np.float32)] * OF_FLOATS[name])
+    try:
+        of_float64 = apply(card, function, np.float32, *[x] * OF_FLOATS[name])
+    except CompileError as error:
+        assert "a float32 is wanted, not a float64: is a float32(...) missing?" in str(error)
+    else:
+        np.testing.assert_array_equal(of_float64, of_float32)
+
+
+@pytest.mark.parametrize("name", OF_BITS)
+def test_no_float_counts_as_bits(card, name):
+    """It would become an integer unasked."""
+    for dtype in np.float16, np.float32:
+        with pytest.raises(CompileError, match=f"bits are wanted, a u?int.*, not a {np.dtype(dtype).name}"):
+            apply(card, getattr(intrinsics, name), np.float32, *[np.ones(1, dtype)] * OF_BITS[name])
 
 
 # ---- memory and warps --------------------------------------------------------------------------------------
