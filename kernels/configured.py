@@ -8,6 +8,8 @@ whose arguments hold no Array still goes to Numba itself, on a machine that has 
 Cards of both kinds call it when they are made: before there is a card there is no Array to launch with.
 """
 
+from contextlib import nullcontext
+
 from numba.cuda import is_available
 from numba.cuda.dispatcher import CUDADispatcher
 
@@ -19,7 +21,12 @@ class Configured:
 
     Calling it with an Array among the arguments is `launch` on that array's card. Raises LaunchError if there is none,
     and no driver either with which Numba could launch.
+
+    careful(configured, card, args): the context manager that such a launch runs in. Notebooks set it: there launches
+    on an emulated card are checked (kernels/emulated/checking.py), and a LaunchError is raised at this very call.
     """
+
+    careful = None
 
     def __init__(self, kernel, grid, block, stream=0, shared=0):
         self.kernel, self.grid, self.block, self.stream, self.shared = kernel, grid, block, stream, shared
@@ -33,7 +40,9 @@ class Configured:
             return self.kernel.configure(self.grid, self.block, self.stream, self.shared)(*args)
         if array.card is None:
             raise LaunchError(f"{self.kernel.__name__}: {array!r}")
-        array.card.launch(self.kernel, self.grid, self.block, *args, shared=self.shared, stream=self.stream or None)
+        card = array.card
+        with self.careful(card, args) if self.careful else nullcontext():
+            card.launch(self.kernel, self.grid, self.block, *args, shared=self.shared, stream=self.stream or None)
 
 
 def _configured(kernel, configuration):

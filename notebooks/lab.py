@@ -43,6 +43,7 @@ from benchmarks import figures
 from kernels.bench import seconds_per_call
 from kernels.card import LaunchError
 from kernels.compile import CompileError
+from kernels.configured import Configured
 from kernels.emulated.estimate import PIPES, SECTOR
 
 BLUE, ORANGE, GREEN, RED, PURPLE, GREY = "#3d7fc4", "#e08214", "#2e9e6b", "#d2554a", "#9370c0", "#8c8c8c"
@@ -78,6 +79,23 @@ def run(card, launch):
         launch()
 
 
+_is_free = False            # inside `microseconds`, which has checked
+_known = set()              # (kernel, blocks, threads and shapes of arrays) that were found right
+
+
+@contextlib.contextmanager
+def _careful(configured, card, args):
+    """What kernel[blocks, threads](...) of a cell runs in: on an emulated card it is checked, unless it is counted,
+    recorded or timed. A check is done at once, so cards that do all as late as they may check nothing twice."""
+    what = configured.kernel, repr((configured.grid, configured.block, [getattr(arg, "shape", ()) for arg in args]))
+    if card.kind != "emulated" or _is_free or card.defers or card.is_watched or card.late and what in _known:
+        yield
+        return
+    with card.checking():
+        yield
+    _known.add(what)
+
+
 def count(card, launch, model):
     """What one call of launch() does, counted on an emulated card that has as many SMs as `model` (a CardModel): its
     only kernel.Counted of kernels/emulated/counting.py. All accesses are checked before."""
@@ -95,10 +113,15 @@ def count(card, launch, model):
 def microseconds(card, launch):
     """What one call of launch() takes on a card, without Python: see kernels/bench.py. On an emulated card all accesses
     are checked before, and it is said below the cell what its times are."""
+    global _is_free
     timed(card)
     if card.kind == "emulated":
         checked(card, launch)
-    return 1e6 * seconds_per_call(card, launch)
+    _is_free = True
+    try:
+        return 1e6 * seconds_per_call(card, launch)
+    finally:
+        _is_free = False
 
 
 def tokens_per_second(engine, prompt, n=64):
@@ -574,4 +597,5 @@ if get_ipython():
     get_ipython().set_custom_exc((CompileError, LaunchError, AssertionError, NameError, ValueError, KeyboardInterrupt),
                                  _show_briefly)
     get_ipython().events.register("pre_run_cell", _stand_in)
+    Configured.careful = _careful
     get_ipython().events.register("post_run_cell", _tell_disturbance)

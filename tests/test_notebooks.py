@@ -479,6 +479,54 @@ def test_wrong_kernels_in_the_text_are_told(notebook, cell, right, wrong, place,
     assert printed(changed.cells[-1]) == "alive\n"
 
 
+BARE = """import lab, numpy as np
+from numba import cuda, float32, uint32
+from kernels.emulated.card import EmulatedCard
+from kernels.open import open_cards
+from kernels.card import LaunchError
+
+@cuda.jit
+def far(y, distance):
+    y[uint32(cuda.grid(1) * distance)] = float32(1)
+
+@cuda.jit
+def racing(y):
+    tile = cuda.shared.array(64, float32)
+    lane = uint32(cuda.threadIdx.x)
+    tile[lane] = y[lane]
+    y[lane] = tile[uint32(63 - lane)]
+
+card, late = open_cards("emulated")[0], EmulatedCard(1, late=True)
+y, z = card.zeros(64, np.float32, "y"), late.zeros(64, np.float32, "z")
+far[1, 64](y, 1)                # 1: right
+far[1, 64](z, 1)
+far[1, 64](z, 1)
+assert late.default_stream.pushed > late.default_stream.done, "a launch that is known is done late"
+far[2, 64](late.zeros(128, np.float32), 1)"""
+BARE_LAUNCHES = {
+    "blocks": ("far[16, 64](y, 1)", "far (line 9), block (", "writes 4 bytes at"),
+    "number": ("far[1, 64](y, 4096)", "far (line 9), block (0, 0, 0), thread (", "writes 4 bytes at"),
+    "barrier": ("racing[1, 64](y)", "racing (line 15)", "a race with thread"),
+    "late": ("far[16, 64](z, 1)", "far (line 9), block (", "writes 4 bytes at"),
+}
+
+
+@pytest.mark.parametrize("source, place, what", BARE_LAUNCHES.values(), ids=BARE_LAUNCHES)
+def test_launches_of_a_cell_are_checked(source, place, what):
+    """kernel[blocks, threads](...) without lab: what it must not touch is told, nothing is written, and Python and card
+    live on."""
+    cells = [nbformat.v4.new_code_cell(text) for text in (
+        BARE, source, source, "far[1, 64](y, 1)\nfar[1, 64](z, 1)\nlate.synchronize()\nprint(card.download(y).sum())")]
+    nbclient.NotebookClient(nbformat.v4.new_notebook(cells=cells), timeout=SECONDS, allow_errors=True,
+                            resources={"metadata": {"path": str(FOLDER)}}).execute()
+    assert [output for output in cells[0].outputs if output.output_type == "error"] == []
+    for cell in cells[1:3]:             # the second time, too
+        error, = [output for output in cell.outputs if output.output_type == "error"]
+        shown = "\n".join(error.traceback)
+        assert place in shown and what in shown and len(shown.splitlines()) <= 3, shown
+    assert printed(cells[3]) == "64.0\n"
+
+
 INTERRUPTED = """import lab, os, signal, threading
 import numpy as np
 from numba import cuda, uint32
@@ -492,7 +540,7 @@ def endless(y, n):
 
 card = open_cards("emulated")[0]
 y = card.zeros(1, np.uint32)
-endless[1, 1](y, 1)
+card.launch(endless, 1, 1, y, 1)
 threading.Timer(1, os.kill, (os.getpid(), signal.SIGINT)).start()
 card.synchronize()"""
 REFUSED = """from engine import own_products

@@ -257,6 +257,11 @@ class EmulatedCard(Card):
         else:
             native.execute(launches, self.threads)
 
+    @property
+    def is_watched(self):
+        """Whether launches are counted or checked now."""
+        return self._log is not None or self._checking
+
     @contextmanager
     def counting(self):
         """Counts what the launches inside do. Yields a list of counting.Counted, which is complete at the end."""
