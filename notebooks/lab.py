@@ -37,6 +37,7 @@ from IPython import get_ipython
 from IPython.display import display
 from matplotlib.colors import to_rgb
 from matplotlib.patches import Rectangle
+from numba.cuda.cudadrv.error import CudaSupportError
 
 import qengine
 from benchmarks import figures
@@ -106,8 +107,14 @@ def count(card, launch, model):
             launch()
     finally:
         card.n_sms = own
-    launched, = log
-    return launched
+    if len(log) != 1:
+        raise AssertionError(f"{len(log)} kernels ran on this {card.name} to be counted, not one. Are the arrays on "
+                             "another card? `emulated` and `card` are two")
+    if log[0].counts.fp64:
+        words = (f"{log[0].counts.fp64:,} instructions computed in float64, which is slow on most cards. "
+                 "Is a float32(...) missing? 0.0 is a float64.")
+        _box(ORANGE, words, words)
+    return log[0]
 
 
 def microseconds(card, launch):
@@ -466,8 +473,7 @@ def attempt(check, answer):
             return
         if "object is not subscriptable" not in str(error) or hasattr(answer, "__getitem__"):
             raise
-        print("not right yet: a kernel is launched as kernel[blocks, threads](...); this is none. Is @cuda.jit above "
-              "it?")
+        print(f"not right yet: {NO_KERNEL}")
     except (AssertionError, LaunchError, CompileError) as error:
         print(f"not right yet: {brief(error)}")
         if re.search(r"\bnan\b", str(error)):              # what results are poisoned with
@@ -504,11 +510,21 @@ def refuses(check, wrong):
 
 # ---- errors in few words -----------------------------------------------------------------------------------
 
+NO_KERNEL = "a kernel is launched as kernel[blocks, threads](...); this is none. Is @cuda.jit above it?"
+NO_DRIVER = ("no NVIDIA driver is here, which Numba's own functions need. Here card.upload(x), card.alloc(n, dtype) "
+             "and card.zeros(n, dtype) give arrays, card.download(y) brings one back, card.synchronize() waits; "
+             "@cuda.jit stands without types, and a launch names blocks and threads: kernel[8, 128](y, x)")
+
+
 def brief(error):
     """What is wrong with a kernel, in a few lines: the line and the thread, or what the compiler did not understand. Or
     which name a cell does not know."""
     if isinstance(error, NameError):
         return f"{error}: was the cell run that defines it?"
+    if isinstance(error, TypeError):
+        return NO_KERNEL
+    if isinstance(error, CudaSupportError):
+        return NO_DRIVER
     if not isinstance(error, CompileError):
         words = re.sub(r"\(\d+\.py, line", "(line", str(error))         # the file of a cell: a number that says nothing
         return re.sub(r"0x[0-9a-f]{6,}", "0x...", words)                # and so does where an array lies this time
@@ -523,6 +539,12 @@ def brief(error):
 
 
 PLAIN_WORDS = (             # what the compiler says -> what that means for the writer of a kernel
+    (r"TypingError: ((?:a float32 is|bits are) wanted, .*)", r"\1"),
+    (r"NRT required but not enabled", "a kernel has no lists and makes no arrays: cuda.local.array is there for a few "
+                                      "numbers of a thread, cuda.shared.array for those of a block"),
+    (r"set_try_status", "a kernel has no `try`"),
+    (r"cannot tell what \w+ of type type compiles to.*",
+     "it calls a function of Python: is @cuda.jit(device=True) above that one?"),
     (r"No conversion from .* to none for '\$\w+return_value", "a kernel returns nothing: it writes to an array"),
     (r"liveness info missing for vars.*", "a loop never ends: does anything in it change its condition?"),
     (r"typing\(\) missing \d+ required positional arguments?: (.*)", r"an argument is missing: \1"),
@@ -572,8 +594,9 @@ def _place(error):
 
 
 def _is_readers(file):
-    """Whether a file is a cell's or the project's, none of a library."""
-    return file.endswith(".py") and "site-packages" not in file
+    """Whether a file is a cell's or the project's, none of a library. What an intrinsic refuses is told where it is
+    called."""
+    return file.endswith(".py") and "site-packages" not in file and not file.endswith("kernels/intrinsics.py")
 
 
 def _passes(trace, place):
@@ -583,10 +606,12 @@ def _passes(trace, place):
 
 def _show_briefly(shell, kind, error, trace, tb_offset=None):
     """An error about a kernel, as a cell that has failed shows it: without the frames of the compiler and the card. So
-    is what a check asserts in words, why the engine refuses a product, and that *Interrupt* has ended a kernel."""
+    is what a check asserts in words, why the engine refuses a product, that a driver or a decorator is missing, and
+    that *Interrupt* has ended a kernel."""
     if kind is KeyboardInterrupt and _passes(trace, "kernels/emulated"):
         error = KeyboardInterrupt("the kernels that ran were ended; what they have written until then remains")
-    if not str(error) or kind is ValueError and not _passes(trace, "engine/own_products.py"):
+    if (not str(error) or kind is ValueError and not _passes(trace, "engine/own_products.py")
+            or kind is TypeError and str(error) != "'function' object is not subscriptable"):
         return shell.showtraceback((kind, error, trace), tb_offset=tb_offset, running_compiled_code=True)
     lines = [f"{kind.__name__}: {brief(error)}"]
     shell._showtraceback(kind, error, lines)
@@ -594,8 +619,8 @@ def _show_briefly(shell, kind, error, trace, tb_offset=None):
 
 
 if get_ipython():
-    get_ipython().set_custom_exc((CompileError, LaunchError, AssertionError, NameError, ValueError, KeyboardInterrupt),
-                                 _show_briefly)
+    get_ipython().set_custom_exc((CompileError, LaunchError, AssertionError, NameError, ValueError, TypeError,
+                                  CudaSupportError, KeyboardInterrupt), _show_briefly)
     get_ipython().events.register("pre_run_cell", _stand_in)
     Configured.careful = _careful
     get_ipython().events.register("post_run_cell", _tell_disturbance)

@@ -30,7 +30,7 @@ from kernels.card import LaunchError
 from kernels.compile import CompileError
 from kernels.emulated.card import EmulatedCard
 from kernels.emulated.cards import CMP_100_210
-from kernels.intrinsics import dp4a, load_words4
+from kernels.intrinsics import dp4a, exp, load_words4
 
 FOLDER = Path(__file__).resolve().parents[1] / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
@@ -295,6 +295,23 @@ def copy_shifted(y, x, shift):
     y[i] = x[uint32(i + shift)]
 
 
+@cuda.jit
+def in_float64(y):
+    y[uint32(cuda.threadIdx.x)] += 0.1
+
+
+def test_what_is_counted_may_not_be_what_is_meant(lab, monkeypatch):
+    """float64 is told, and that the arrays are on another card."""
+    shown, cards = [], [EmulatedCard(0) for _ in range(2)]
+    monkeypatch.setattr(lab, "display", lambda data, raw: shown.append(data["text/plain"]))
+    y = cards[0].zeros(32, np.float32)
+    lab.count(cards[0], lambda: in_float64[1, 32](y), CMP_100_210)
+    told, = shown
+    assert "instructions computed in float64" in told and "0.0 is a float64" in told
+    with pytest.raises(AssertionError, match="0 kernels ran on this emulated card 0 .* Are the arrays on another"):
+        lab.count(cards[1], lambda: in_float64[1, 32](y), CMP_100_210)
+
+
 def test_attempts_that_touch_what_they_must_not(lab, capsys):
     """A kernel that would end this Python is told with its line; what is not a number, why."""
     card, n = EmulatedCard(0), 16                       # n: results that are looked at; 16 are written
@@ -431,8 +448,28 @@ def test_slips_of_newcomers_are_told_in_plain_words(lab):
         parts = [y[uint32(0)], y[uint32(1)]]
         y[uint32(0)] = sum(parts)
 
+    @cuda.jit
+    def of_float64(y):
+        total = 0.0
+        for i in range(8):
+            total += y[uint32(i)]
+        y[uint32(0)] = exp(total)
+
+    @cuda.jit
+    def list_made(y):
+        parts = [1, 2]
+        y[uint32(0)] = parts[1]
+
+    @cuda.jit
+    def trying(y):
+        try:
+            y[uint32(0)] = 1
+        except Exception:
+            y[uint32(0)] = 2
+
     card = EmulatedCard(0)
-    for kernel, line in (without_step, "while i < 8:"), (without_sum, "dp4a(y["), (sum_of_list, "sum(parts)"):
+    for kernel, line in ((without_step, "while i < 8:"), (without_sum, "dp4a(y["), (sum_of_list, "sum(parts)"),
+                         (of_float64, "exp(total)"), (list_made, "parts = [1, 2]")):
         with pytest.raises(CompileError) as caught:
             kernel[1, 1](card.zeros(8, np.uint32))
         assert line in lab.brief(caught.value).splitlines()[1]
@@ -441,7 +478,10 @@ def test_slips_of_newcomers_are_told_in_plain_words(lab):
             (returning, "a kernel returns nothing"), (open_shape, "the shape of a shared array is a constant"),
             (four_for_one, "4 of uint32 stand where one is wanted"), (list_of_python, "Unknown attribute"),
             (nothing_for_one, "does a function lack its `return`?"),
-            (undecorated, "is @cuda.jit(device=True) above it?")):
+            (undecorated, "is @cuda.jit(device=True) above it?"),
+            (of_float64, "a float32 is wanted, not a float64: is a float32(...) missing? 0.0 is a float64"),
+            (list_made, "a kernel has no lists and makes no arrays: cuda.local.array"),
+            (trying, "a kernel has no `try`")):
         with pytest.raises(CompileError) as caught:
             kernel[1, 1](card.zeros(8, np.uint32))
         told = lab.brief(caught.value)
@@ -549,7 +589,9 @@ own_products.check_arguments(endless)"""
 
 @pytest.mark.parametrize("source, said", [(INTERRUPTED, "KeyboardInterrupt: the kernels that ran were ended"),
                                           (REFUSED, "ValueError: endless is a kernel; a product of yours is a "),
-                                          ("int('x')", "Traceback")], ids=["interrupt", "product", "other"])
+                                          ("int('x')", "Traceback"), ("3 + 'x'", "Traceback"),
+                                          ("(lambda y: y)[1, 1](y)", "TypeError: a kernel is launched as ")],
+                         ids=["interrupt", "product", "value", "type", "decorator"])
 def test_what_ends_a_cell_is_told_briefly(source, said):
     """An interrupted kernel and a refused product, without the frames behind them; other errors as Python shows
     them."""
@@ -568,6 +610,19 @@ def test_arrays_of_numpy_are_refused_where_no_driver_is(monkeypatch):
     EmulatedCard(0)
     with pytest.raises(LaunchError, match=r"^far_away: none of its arguments is an array of a .*card\.upload\(x\)$"):
         far_away[1, 32](np.zeros(32, np.float32))
+
+
+@pytest.mark.skipif(cuda.is_available(), reason="a driver is here")
+def test_the_way_of_numba_asks_for_a_driver():
+    """What its tutorials teach is told in a sentence."""
+    cells = [nbformat.v4.new_code_cell(text) for text in (
+        "import lab, numpy as np\nfrom numba import cuda", "cuda.to_device(np.zeros(3))", "cuda.synchronize()",
+        "@cuda.jit('void(float32[:])')\ndef typed(x):\n    x[0] = 1")]
+    nbclient.NotebookClient(nbformat.v4.new_notebook(cells=cells), timeout=SECONDS, allow_errors=True,
+                            resources={"metadata": {"path": str(FOLDER)}}).execute()
+    for cell in cells[1:]:
+        shown, = ["\n".join(output.traceback) for output in cell.outputs if output.output_type == "error"]
+        assert "no NVIDIA driver is here" in shown and "card.upload(x)" in shown and len(shown.splitlines()) == 1
 
 
 def test_a_prediction_that_was_skipped_stops_nothing():
@@ -643,6 +698,15 @@ def test_cells_that_take_times_say_what_disturbed_them(path):
             and not told.search(cell.source)] == []
 
 
+def calls(function):
+    """A check that calls its answer in a kernel."""
+    @cuda.jit
+    def calling(y):
+        y[uint32(0)] = function(y[uint32(0)])
+
+    calling[1, 1](EmulatedCard(0).zeros(1, np.uint32))
+
+
 def test_attempts(lab, capsys):
     """None is no answer; what a check asserts is told, and any other error is the reader's to see."""
 
@@ -661,6 +725,9 @@ def test_attempts(lab, capsys):
     assert capsys.readouterr().out == "not right yet: <lambda> returns nothing: is there a `return`?\n"
     lab.attempt(lambda kernel: kernel[1, 32](), lambda: 4)
     assert capsys.readouterr().out.endswith("this is none. Is @cuda.jit above it?\n")
+    lab.attempt(calls, of_python)
+    assert capsys.readouterr().out == ("not right yet: calling cannot be compiled: it calls a function of Python: is "
+                                       "@cuda.jit(device=True) above that one?\n")
     lab.attempt(check, lambda levels: 4)
     assert capsys.readouterr().out == ("not right yet: <lambda> is called with 0 arguments: missing a required "
                                        "argument: 'levels'\n")
