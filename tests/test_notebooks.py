@@ -496,6 +496,12 @@ WRONG_KERNELS = {
     "name": ("03_gemv", "cell-9", "half_to_float(", "half_to_flaot(", "line 11, cannot be compiled", "half_to_flaot"),
     "unknown": ("04_gemm", "cell-7", "lab.reveal(mb_1, 32", "lab.reveal(mb_1, bytes_of",
                 "NameError: name 'bytes_of' is not defined", "was the cell run that defines it"),
+    "double": ("05_attention", "cell-5", "s = float32(0.0)", "s = 0.0", "attend_float, line 19, cannot be compiled",
+               "a float32 is wanted, not a float64"),
+    "bare": ("05_attention", "cell-5", "attend_float[1, 32](out", "attend_float[1, 64](out", "attend_float (line 5), "
+             "block (0, 0, 0), thread (32, 0, 0)", "reads 16 bytes at"),
+    "share": ("05_attention", "cell-9", " * float32(0.25) ", " ", "AssertionError: version 2: ",
+              " of 256 results are wrong"),
     "number": ("04_gemm", "cell-7", "(n // 32, rows // 8), (32, 8)", "(n // 32, rows // 8), (32, 4)",
                "1 naive: 139,264 of 278,528 results are wrong; [4, 0] is nan, not ", "put the old one back"),
 }
