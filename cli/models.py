@@ -235,10 +235,10 @@ def plans(wanted: list[Wanted]):
         if one.idle is None:
             continue
         planner, note = one.planner(together.of(one)), "loaded at its first request"
-        if planner.plan.fits:
-            set_aside(planner)
-        else:
+        if not (beside := planner.plan.fits):
             planner = one.planner(always.planned().of(one))
             planner.check()
             note += ", for which others that nobody asks have to go"
         yield f"{one.model.name}, {one.model.kind}, {note}:\n{planner.report()}"
+        if beside:      # after the report, which counts on what the model takes itself
+            set_aside(planner)

@@ -14,7 +14,7 @@ import pytest
 import qengine
 from api.service import create_app
 from cli.main import main
-from cli.models import Deck, load_models, open_models
+from cli.models import Deck, load_models, open_models, plans
 from cli.named import ModelArgument, model_argument
 from cli.options import build_parser, check_options
 from cli.serve import free, slots_of
@@ -140,6 +140,17 @@ def test_a_plan_says_what_is_loaded_together_and_what_in_turns(capsys, monkeypat
         assert code == 0 and heads[1] == "b, text, loaded at its first request:"
         assert heads[2] == "c, text, loaded at its first request" + (
             ", for which others that nobody asks have to go" if told else "") + ":"
+
+
+def test_a_plan_of_an_idle_model_counts_on_what_it_takes_itself(monkeypatch):
+    """Its longest context is that of the same model on the same cards, always loaded, in every KV format."""
+    of, card = f"{TINY},ctx=16384,checkpoint-memory=1,kv-tokens=16384", EmulatedCard(0, 1 << 30)
+    room = int(1.2 * needed("-m", f"b={of}")[0] + needed("-m", f"a={TINY},ctx=512,kv-tokens=512,checkpoint-memory=1")[0])
+    monkeypatch.setattr(qengine, "open_cards", lambda which=None: [EmulatedCard(0, room)])
+    first = f"a={TINY},ctx=512,kv-tokens=512,checkpoint-memory=1"
+    always, idle = (list(plans(open_models(parsed("-m", first, "-m", f"b={of}{more}"))))[1].partition(":\n")[2]
+                    for more in ("", ",idle=1m"))
+    assert always == idle and "none fits" not in idle and "the longest that fits has 16,384" in idle
 
 
 # ---- engines that come and go ---------------------------------------------------------------------------------------
