@@ -927,8 +927,8 @@ class Planner:
                       f"expected share of time in hops: {added:.1%} of a prompt of {d.n_ctx:,} tokens in {n_passes} "
                       f"passes, {decode:.1%} of a step of one answer",
                       f"expected share of that prompt's time that each card works: {busy:.0%} or more"]
-            if any(card.kind == "emulated" and not card.like for card in self.cards):
-                lines.append(f"(emulated cards of no type count as {CARDS[0].name})")
+        if any(card.kind == "emulated" and not card.like for card in self.cards):
+            lines.append(f"(emulated cards of no type count as {CARDS[0].name})")
         return "\n".join(lines)
 
     def kv_lines(self, longest: int | None) -> list[str]:

@@ -291,6 +291,12 @@ def test_a_plan_estimates_speeds():
     assert "ESTIMATE" not in planner("synthetic:35b-a3b:q4_k", open_cards("emulated:cmp-100-210") * 2).report()
 
 
+@pytest.mark.parametrize("cards, is_told", [("emulated", True), ("emulated:2", True), ("emulated:t4", False)])
+def test_a_plan_names_the_card_that_an_emulated_one_of_no_type_counts_as(cards, is_told):
+    text = planner("synthetic:tiny", open_cards(cards)).report()
+    assert "ESTIMATE" in text and ("(emulated cards of no type count as CMP 100-210)" in text) == is_told
+
+
 def test_a_context_that_the_model_was_not_made_for_is_told():
     card = open_cards("emulated:cmp-100-210")
     assert "(the model was made for 262,144)" in planner("synthetic:tiny", card, n_ctx=300_000).report()
