@@ -382,6 +382,12 @@ class CacheSizes:
     n_checkpoints: int          # on the card
     n_host_checkpoints: int     # in host memory, at most
 
+    @property
+    def shortage(self) -> str:
+        """For people: whether the pages are too few for contexts of full length in all slots; "" if they are not."""
+        is_short = self.n_pages < self.n_slots * self.max_pages
+        return f" (not all {self.n_slots} at full length at once: the others wait)" * is_short
+
 
 def choose_sizes(stages: list, demand: "Demand") -> CacheSizes:
     """How the memory that the weights have left is divided. stages: each has a card, costs, page_bytes and state_bytes.
@@ -905,7 +911,8 @@ class Planner:
         contexts in other KV formats, an estimate of its speed, and what hops are expected to cost."""
         plan, d, longest, work = self.plan, self.demand, self.longest_context(), self.costs.works[-1]
         lines = [plan.table(), "",
-                 f"context: {d.contexts} tokens, pages for {plan.sizes.n_pages * PAGE_TOKENS:,}; "
+                 f"context: {d.contexts} tokens, pages for {plan.sizes.n_pages * PAGE_TOKENS:,}"
+                 + plan.sizes.shortage * (not d.packed) + "; "
                  + (f"the longest that fits has {longest:,}" if longest else "none fits")
                  + f" (the model was made for {self.blueprint.context_length:,})" * (
                      d.n_ctx > self.blueprint.context_length)]

@@ -297,6 +297,16 @@ def test_a_plan_names_the_card_that_an_emulated_one_of_no_type_counts_as(cards, 
     assert "ESTIMATE" in text and ("(emulated cards of no type count as CMP 100-210)" in text) == is_told
 
 
+def test_contexts_that_do_not_all_fit_at_once_are_told(capsys):
+    """By the plan and at the start."""
+    said = "pages for 1,024 (not all 4 at full length at once: the others wait); the longest"
+    for kv_tokens, is_told in (1024, True), (4096, False):
+        text = planner("synthetic:tiny", open_cards("emulated"), n_ctx=1024, slots=4, kv_tokens=kv_tokens).report()
+        assert (said in text) == ("at full length" in text) == is_told
+    qengine.load("synthetic:tiny", card="emulated", ctx=1024, slots=4, kv_tokens=1024).close()
+    assert "context in all (not all 4 at full length at once: the others wait), " in capsys.readouterr().err
+
+
 def test_a_context_that_the_model_was_not_made_for_is_told():
     card = open_cards("emulated:cmp-100-210")
     assert "(the model was made for 262,144)" in planner("synthetic:tiny", card, n_ctx=300_000).report()

@@ -144,10 +144,9 @@ def test_a_plan_says_what_is_loaded_together_and_what_in_turns(capsys, monkeypat
 
 def test_a_plan_of_an_idle_model_counts_on_what_it_takes_itself(monkeypatch):
     """Its longest context is that of the same model on the same cards, always loaded, in every KV format."""
-    of, card = f"{TINY},ctx=16384,checkpoint-memory=1,kv-tokens=16384", EmulatedCard(0, 1 << 30)
-    room = int(1.2 * needed("-m", f"b={of}")[0] + needed("-m", f"a={TINY},ctx=512,kv-tokens=512,checkpoint-memory=1")[0])
+    of, first = f"{TINY},ctx=16384,checkpoint-memory=1,kv-tokens=16384", f"a={TINY},ctx=512,checkpoint-memory=1"
+    room = int(1.2 * needed("-m", f"b={of}")[0] + needed("-m", first)[0])
     monkeypatch.setattr(qengine, "open_cards", lambda which=None: [EmulatedCard(0, room)])
-    first = f"a={TINY},ctx=512,kv-tokens=512,checkpoint-memory=1"
     always, idle = (list(plans(open_models(parsed("-m", first, "-m", f"b={of}{more}"))))[1].partition(":\n")[2]
                     for more in ("", ",idle=1m"))
     assert always == idle and "none fits" not in idle and "the longest that fits has 16,384" in idle
