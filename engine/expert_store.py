@@ -460,6 +460,12 @@ class ExpertStore:
         return sum(array.nbytes for each in self._matrices() for array in arrays_of(each.host.home))
 
     @property
+    def missing_bytes(self) -> int:
+        """Of the experts that have no slot: so many are copied for each pass over a prompt."""
+        return sum((len(each.on_card.places) - each.on_card.home.n // each.on_card.n) * expert_bytes(each.host)
+                   for each in self._matrices())
+
+    @property
     def locked_bytes(self) -> int:
         """Of host memory that shall be page-locked for experts."""
         return self.window_bytes if self.in_file else self.host_bytes

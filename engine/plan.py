@@ -900,11 +900,35 @@ class Planner:
         return cards, sum(a.hop_seconds(1) + b.hop_seconds(1) for a, b in itertools.pairwise(self.plan.costs))
 
     def speed_line(self) -> str:
-        """How fast a prompt that fills the context is, and the answer behind it, for people."""
-        n = self.demand.n_ctx
+        """How fast a prompt that fills the context is, and the answer behind it, for people. Where experts are missing
+        on cards, what that takes of a pass. Steps over experts are bound by more than bytes, so there is no estimate of
+        them."""
+        n, stores = self.demand.n_ctx, [stage.store for stage in self.plan.on_paper if stage.store]
+        if stores:
+            missing = sum(store.missing_bytes for store in stores)
+            links = sum(store.missing_bytes / probe.speed_of(store.card).link for store in stores)
+            disk, n_passes = sum(store.missing_bytes for store in stores if store.in_file) / DISK, len(self.passes(n))
+            return (f"a pass of {self.plan.chunk:,} tokens of a prompt needs {show_bytes(missing)} of experts that are "
+                    f"not on the cards: {links:.1f} s over their links" + f", up to {disk:.1f} s from the disk" * (
+                        disk > 0) + f"; a prompt of {n:,} tokens takes {n_passes:,} such pass{'es' * (n_passes > 1)}")
+        if self.costs.works[-1].grouped:
+            return "no ESTIMATE of the speed: there is none yet for mixtures of experts"
         return (f"ESTIMATE, at {PEAK_SHARE:.0%} of the cards' peaks: a prompt of {n:,} tokens at "
                 f"{n / self.prompt_schedule(n).seconds:,.0f} tokens/s, one answer behind it at "
                 f"{1 / sum(self.step_seconds(n)):,.0f}")
+
+    def hop_lines(self) -> list[str]:
+        """What hops between cards cost, for people. Shares of time count on all experts being on the cards."""
+        n, chunk, hidden_dim = self.demand.n_ctx, self.plan.chunk, self.blueprint.hidden_dim
+        links = ", ".join(f"{speed.link / 1e9:g}" for speed in self.costs.speeds)
+        lines = [f"a hop: {show_bytes(hop_bytes(hidden_dim, chunk))} for a pass of {chunk} tokens, "
+                 f"{show_bytes(hop_bytes(hidden_dim, 1))} for one token, over links of {links} GB/s"]
+        if not any(stage.store for stage in self.plan.on_paper):
+            added, busy, decode = self.expected_hops()
+            lines += [f"expected share of time in hops: {added:.1%} of a prompt of {n:,} tokens in "
+                      f"{len(self.passes(n))} passes, {decode:.1%} of a step of one answer",
+                      f"expected share of that prompt's time that each card works: {busy:.0%} or more"]
+        return lines
 
     def report(self) -> str:
         """The plan for people: the table, the longest context, what of the weights a token uses where that is not all,
@@ -923,17 +947,10 @@ class Planner:
         lines += [f"products of prompts on {card.name}: {said}" for card in self.cards
                   if (said := Products.of(card, d.products).describe(self.blueprint.formats()))]
         lines += plan.spared + self.expert_lines() + self.kv_lines(longest)
-        if not (work.grouped or d.packed):      # steps over experts are bound by more than bytes
+        if not d.packed:
             lines.append(self.speed_line())
         if len(self.cards) > 1:
-            added, busy, decode = self.expected_hops()
-            n_passes, hidden_dim = len(self.passes(d.n_ctx)), self.blueprint.hidden_dim
-            links = ", ".join(f"{speed.link / 1e9:g}" for speed in self.costs.speeds)
-            lines += [f"a hop: {show_bytes(hop_bytes(hidden_dim, plan.chunk))} for a pass of {plan.chunk} tokens, "
-                      f"{show_bytes(hop_bytes(hidden_dim, 1))} for one token, over links of {links} GB/s",
-                      f"expected share of time in hops: {added:.1%} of a prompt of {d.n_ctx:,} tokens in {n_passes} "
-                      f"passes, {decode:.1%} of a step of one answer",
-                      f"expected share of that prompt's time that each card works: {busy:.0%} or more"]
+            lines += self.hop_lines()
         if any(card.kind == "emulated" and not card.like for card in self.cards):
             lines.append(f"(emulated cards of no type count as {CARDS[0].name})")
         return "\n".join(lines)

@@ -288,7 +288,24 @@ def test_a_plan_estimates_speeds():
                                re.M).groups()
     assert int(prompt.replace(",", "")) == round(18432 / plans.prompt_schedule(18432).seconds)
     assert 19 < int(answer) < 23
-    assert "ESTIMATE" not in planner("synthetic:35b-a3b:q4_k", open_cards("emulated:cmp-100-210") * 2).report()
+    text = planner("synthetic:35b-a3b:q4_k", open_cards("emulated:cmp-100-210,cmp-100-210")).report()
+    assert "ESTIMATE, at" not in text and "no ESTIMATE of the speed" in text and "share of time in hops" in text
+
+
+def test_a_plan_says_what_experts_that_are_not_on_the_cards_cost_a_prompt():
+    """No share of time counts on them being there. A pass copies all that have no slot: of 256 experts in each of 40
+    layers those beyond the slots, of three matrices of 2,048 x 512 in 4.5 bits each."""
+    plans = planner("synthetic:35b-a3b:q4_k", open_cards("emulated:cmp-100-210"), memory=int(15.5 * 2**30))
+    text = plans.report()
+    slots = int(re.search(r"(\d+) experts of each layer lie on the card", text)[1])
+    missing = (256 - slots) * 40 * 3 * 2048 * 512 * 4.5 / 8
+    found = re.search(r"^a pass of 512 tokens of a prompt needs ([\d.]+) GB of experts that are not on the cards: "
+                      r"([\d.]+) s over their links(.*); a prompt of 4,096 tokens takes 8 such passes$", text, re.M)
+    assert float(found[1]) == pytest.approx(missing / 2**30, rel=0.05)
+    assert float(found[2]) == pytest.approx(missing / 0.25e9, rel=0.05)
+    assert "ESTIMATE" not in text
+    two = planner("synthetic:35b-a3b:q4_k", open_cards("emulated:cmp-100-210,cmp-100-210"), memory=8 << 30).report()
+    assert "a pass of 512 tokens" in two and "a hop: " in two and "share" not in two
 
 
 @pytest.mark.parametrize("cards, is_told", [("emulated", True), ("emulated:2", True), ("emulated:t4", False)])
