@@ -152,6 +152,21 @@ def test_a_plan_of_an_idle_model_counts_on_what_it_takes_itself(monkeypatch):
     assert always == idle and "none fits" not in idle and "the longest that fits has 16,384" in idle
 
 
+@pytest.mark.parametrize("idle", ["", ",idle=1m"])
+def test_a_plan_says_where_others_drive_experts_off_the_card(monkeypatch, idle):
+    """And only there: not where all experts fit beside the others, nor where they do not fit alone."""
+    settings = "ctx=512,checkpoint-memory=1,kv-tokens=512"
+    models = ["-m", f"a={TINY},{settings}", "-m", f"m=synthetic:tiny-moe,{settings}{idle}"]
+    first, mixture = needed(*models)
+    for arguments, room, is_moved, is_told in ((models, first + mixture - 2_000_000, True, True),
+                                               (models, first + mixture + 200_000, False, False),
+                                               (models[2:], mixture - 2_000_000, True, False)):
+        monkeypatch.setattr(qengine, "open_cards", lambda which=None: [EmulatedCard(0, room)])
+        text = list(plans(open_models(parsed(*arguments))))[-1]
+        assert ("experts of each layer lie on the card" in text) == is_moved
+        assert ("alone all its experts would fit: kv-tokens= and checkpoint-memory=" in text) == is_told
+
+
 # ---- engines that come and go ---------------------------------------------------------------------------------------
 
 
