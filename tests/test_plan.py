@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 
 import qengine
+from cli.options import build_parser
 from engine import expert_store
-from engine.plan import Demand, Planner, Work, best_split, most_drafts, schedule
+from engine.plan import LEAST_CHECKPOINTS, Demand, Planner, Work, best_split, most_drafts, schedule
 from kernels import probe
 from kernels.card import CardError, Lent, Memory, OutOfMemory, PlannedCard
 from kernels.emulated.card import EmulatedCard
@@ -230,6 +231,12 @@ def test_longest_context_is_the_longest():
     assert plans.planned(n_ctx=longest).fits and not plans.planned(n_ctx=longest + 64).fits
     assert planner("synthetic:tiny", typed(CMP_100_210)).longest_context() == 262144
     assert planner("synthetic:tiny", typed(CMP_100_210), kv_tokens=5000).longest_context() == 4992
+
+
+def test_cards_keep_two_checkpoints_as_the_help_says():
+    sizes = planner("synthetic:tiny", typed(CMP_100_210), checkpoint_memory=0).plan.sizes
+    assert sizes.n_checkpoints == LEAST_CHECKPOINTS == 2
+    assert "a card keeps two at least" in " ".join(build_parser().format_help().split())
 
 
 def test_room_for_kept_tokens_is_not_made_for_slots():
