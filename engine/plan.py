@@ -17,9 +17,12 @@ import itertools
 import math
 import numbers
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple, Protocol
+
+import tqdm
 
 from engine.host_memory import free_memory, machine_bytes
 from engine.limits import KEPT_CONTEXTS, MOST_DRAFTS, SPARSE
@@ -546,7 +549,7 @@ def best_split(n_layers: int, costs: list) -> list[range] | None:
         found = {}
         for start in range(len(costs) - 1 - behind, n_layers):
             for end in sorted(best, reverse=True):
-                if end > start:
+                if end > start and best[end][0] < found.get(start, (math.inf,))[0]:     # else it would not be less
                     worst = max(cost(start, end), best[end][0])
                     if worst < found.get(start, (math.inf,))[0]:
                         found[start] = worst, (end, *best[end][1])
@@ -571,12 +574,16 @@ class LayerCosts:
         self.head_bytes = blueprint.head_bytes(counting)
         self.weight_bytes = list(itertools.accumulate(sizes))   # of the layers before each
         self.works = list(itertools.accumulate(works))          # Work of the layers before each
+        self.sums: dict[str, list[int]] = {}                    # field of Work -> its values in `works`
         self.expert_bytes = self.works[-1].expert_bytes
         self.speeds = [faster(probe.speed_of(card), gain_of(Products.of(card, wish), self.works[-1])) for card in cards]
 
     def between(self, start: int, end: int, field: str) -> int:
         """The sum of a field of Work over the layers start .. end - 1."""
-        return getattr(self.works[end], field) - getattr(self.works[start], field)
+        if field not in self.sums:
+            self.sums[field] = [getattr(work, field) for work in self.works]
+        sums = self.sums[field]
+        return sums[end] - sums[start]
 
     def prefill_seconds(self, stage: int, start: int, end: int, context: float) -> float:
         """Seconds of a token of a prompt that has `context` tokens before it."""
@@ -653,9 +660,8 @@ def memory_for_layers(blueprint: Blueprint, cards: list, demand: Demand, costs: 
     sampled = plan_stages(blueprint, cards, dataclasses.replace(
         demand, chunk=demand.chunk or CHUNK, kv_tokens=least * PAGE_TOKENS, checkpoint_memory=0), samples)
     n_states = demand.slots + sampled.sizes.n_checkpoints
-    return [stage.free - stage.total
-            + costs.memory(stage.layers.start, stage.layers.stop, least, n_states, demand.slots, demand.expert_memory)
-            for stage in sampled.stages]
+    return [left + costs.memory(layers.start, layers.stop, least, n_states, demand.slots, demand.expert_memory)
+            for left, layers in zip(sampled.left, samples)]
 
 
 # ---- the plan --------------------------------------------------------------------------------------------------
@@ -688,19 +694,24 @@ class StagePlan:
 class Plan:
     """Where a model goes, and what that takes."""
 
-    stages: list[StagePlan]
+    left: list[int]             # bytes of each card that nothing takes; below 0: so many are missing
     on_paper: list              # the stages on cards that only count
     demand: Demand
     sizes: CacheSizes
     chunk: int                  # tokens of a pass, the same for all stages
+    columns: Callable[[], list[StagePlan]]      # what is taken for what; it takes as long as the rest of a plan
+
+    @functools.cached_property
+    def stages(self) -> list[StagePlan]:
+        return self.columns()
 
     @property
     def fits(self) -> bool:
-        return all(stage.total <= stage.free for stage in self.stages)
+        return min(self.left) >= 0
 
     @property
     def layers(self) -> list[range]:
-        return [stage.layers for stage in self.stages]
+        return [stage.layers for stage in self.on_paper]
 
     @property
     def spared(self) -> list[str]:
@@ -738,7 +749,7 @@ def plan_stages(blueprint: Blueprint, cards: list, demand: Demand, layers: list[
     for spared in SPARED if demand.expert_memory is None else ():
         saved = [stage.table_bytes + (found.sizes.n_checkpoints - spared.get("least_checkpoints", LEAST_CHECKPOINTS))
                  * stage.state_bytes for stage in found.on_paper]
-        if not found.fits and all(plan.total - plan.free <= n for plan, n in zip(found.stages, saved)):
+        if not found.fits and all(left + n >= 0 for left, n in zip(found.left, saved)):
             other = stages_planned(blueprint, cards, dataclasses.replace(demand, **spared), layers)
             if other.fits:
                 return other
@@ -753,20 +764,28 @@ def stages_planned(blueprint: Blueprint, cards: list, demand: Demand, layers: li
         if len({stage.chunk for stage in stages}) == 1:
             break
         chunk = min(stage.chunk for stage in stages)
-    sizes, planned = choose_sizes(stages, demand), []
-    for card, stage in zip(cards, stages):
-        plain, drafts = stage, 0
-        used = taken(stage, sizes, len(stages))
-        if demand.drafts:
-            without = dataclasses.replace(demand, drafts=0)
-            plain = blueprint.stage(PlannedCard(card), stage.layers, without, stage.chunk)
-            drafts = used - taken(plain, sizes, len(stages))
-        kv, states = sizes.n_pages * plain.page_bytes, sizes.n_slots * plain.state_bytes
-        checkpoints = sizes.n_checkpoints * plain.state_bytes
-        scratch = used - drafts - plain.weight_bytes - kv - states - checkpoints
-        planned.append(StagePlan(card.name, stage.layers, card.free_bytes, plain.weight_bytes, kv, states, checkpoints,
-                                 scratch, drafts))
-    return Plan(planned, stages, demand, sizes, stages[0].chunk)
+    sizes, free = choose_sizes(stages, demand), [card.free_bytes for card in cards]
+    used = [taken(stage, sizes, len(stages)) for stage in stages]
+
+    def columns():
+        return [stage_plan(blueprint, card, stage, demand, sizes, len(stages), *each)
+                for card, stage, *each in zip(cards, stages, free, used)]
+
+    return Plan([a - b for a, b in zip(free, used)], stages, demand, sizes, stages[0].chunk, columns)
+
+
+def stage_plan(blueprint: Blueprint, card, stage, demand: Demand, sizes: CacheSizes, n_stages: int, free: int,
+               used: int) -> StagePlan:
+    """What a stage on paper, which takes `used` of the `free` bytes of its card, takes them for."""
+    plain, drafts = stage, 0
+    if demand.drafts:
+        without = dataclasses.replace(demand, drafts=0)
+        plain = blueprint.stage(PlannedCard(card), stage.layers, without, stage.chunk)
+        drafts = used - taken(plain, sizes, n_stages)
+    kv, states = sizes.n_pages * plain.page_bytes, sizes.n_slots * plain.state_bytes
+    checkpoints = sizes.n_checkpoints * plain.state_bytes
+    scratch = used - drafts - plain.weight_bytes - kv - states - checkpoints
+    return StagePlan(card.name, stage.layers, free, plain.weight_bytes, kv, states, checkpoints, scratch, drafts)
 
 
 def taken(stage, sizes: CacheSizes, n_stages: int) -> int:
@@ -775,17 +794,16 @@ def taken(stage, sizes: CacheSizes, n_stages: int) -> int:
     return stage.card.card.free_bytes - stage.card.free_bytes
 
 
-def most(low: int, high: int, fits) -> int | None:
+def most(low: int, high: int, fits, guess: int | None = None) -> int | None:
     """The largest n from low to high for which fits(n) is true; None if there is none. fits(n) must be true up to some
-    n and false from there on."""
-    if low > high or not fits(low):
-        return None
-    if fits(high):
-        return high
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle - 1)
-    return low
+    n and false from there on. guess: near which the result probably is."""
+    found, beyond = low - 1, high + 1
+    first = [high, low] if guess is None else [guess + n for n in (0, 1, -1, 3, -3, 7, -7)]
+    while beyond - found > 1:
+        n = first.pop(0) if first else (found + beyond) // 2
+        if found < n < beyond:
+            found, beyond = (n, beyond) if fits(n) else (found, n)
+    return found if found >= low else None
 
 
 def free_of_disk(folder: Path) -> int:
@@ -797,14 +815,17 @@ def free_of_disk(folder: Path) -> int:
 EXPERT_SHARES = 64          # so finely is memory for experts chosen
 HIT_RATES = 0.8, 0.9, 0.95  # of experts on the card, of which a plan says what they cost
 DISK = 2e9                  # bytes per second that plans assume of an SSD
+BAR_DELAY = 0.3             # seconds after which a terminal shows how far `Planner.kv_lines` is
 MOST_CARDS = 16             # `Planner.changes` proposes up to so many cards
 
 
 class Planner:
     """The plan of a model on some cards, and what could be different about it."""
 
-    def __init__(self, blueprint: Blueprint, cards: list, demand: Demand, spare: list = ()):
-        """spare: cards that were opened with the others and are not to be used. Raises RequestError."""
+    def __init__(self, blueprint: Blueprint, cards: list, demand: Demand, spare: list = (),
+                 like: "Planner | None" = None):
+        """spare: cards that were opened with the others and are not to be used. like: of almost the same model on the
+        same cards, near whose plan this one is looked for. Raises RequestError."""
         if len(cards) > blueprint.n_layers:
             raise RequestError("card", f"{blueprint.name} has {blueprint.n_layers} layers: {len(cards)} cards are too "
                                        "many")
@@ -818,7 +839,7 @@ class Planner:
             raise RequestError("expert_memory", f"expert_memory: {blueprint.name} has no experts")
         self.moves_experts = not self.plan.fits and demand.expert_memory is None and self.costs.expert_bytes > 0
         if self.moves_experts:
-            self._move_experts()
+            self._move_experts(like)
         if not self.plan.fits:      # then it says what is missing where all is spared that can be
             self.plan = self.planned(**SPARED[-1])
 
@@ -826,13 +847,18 @@ class Planner:
     def costs(self) -> LayerCosts:
         return LayerCosts(self.blueprint, self.cards, self.demand.products)
 
-    def _move_experts(self):
+    def _move_experts(self, like: "Planner | None"):
         """Leaves as many experts on the cards as fit, and the others in the host's memory."""
-        unit = self.costs.expert_bytes // EXPERT_SHARES
-        n = most(0, EXPERT_SHARES - 1, lambda n: self.planned(expert_memory=n * unit).fits)
+        unit, plans = self.costs.expert_bytes // EXPERT_SHARES, {}
+
+        def fits(n):
+            plans[n] = self.planned(expert_memory=n * unit)
+            return plans[n].fits
+
+        guess = like.demand.expert_memory // unit if like and like.demand.expert_memory is not None else None
+        n = most(0, EXPERT_SHARES - 1, fits, guess)
         if n is not None:
-            self.demand = dataclasses.replace(self.demand, expert_memory=n * unit)
-            self.plan = self.planned()
+            self.demand, self.plan = dataclasses.replace(self.demand, expert_memory=n * unit), plans[n]
 
     def planned(self, **changes) -> Plan:
         """The Plan, whether it fits or not, with other fields of the demand."""
@@ -855,7 +881,7 @@ class Planner:
             if layers == before:
                 break
             plan, before = plan_stages(self.blueprint, self.cards, demand, layers), layers
-            wasted = [n + max(stage.total - stage.free, 0) for n, stage in zip(wasted, plan.stages)]
+            wasted = [n + max(-left, 0) for n, left in zip(wasted, plan.left)]
         return plan
 
     def longest_context(self) -> int | None:
@@ -961,10 +987,10 @@ class Planner:
         if self.demand.packed or not any(stage.page_bytes for stage in self.plan.on_paper):
             return []
         lines = [f"{'--kv':9}{'bytes of a token' + ', by card' * (len(self.cards) > 1):>28}{'longest context':>18}"]
-        for kv in KV_FORMATS:
+        for kv in tqdm.tqdm(KV_FORMATS, desc="planning", unit="format", leave=False, delay=BAR_DELAY, disable=None):
             other, found = self, longest
             if kv != self.blueprint.kv:
-                other = Planner(self.blueprint.changed(kv=kv), self.cards, self.asked, self.spare)
+                other = Planner(self.blueprint.changed(kv=kv), self.cards, self.asked, self.spare, like=self)
                 found = other.longest_context()
             by_card = " + ".join(f"{stage.page_bytes // PAGE_TOKENS:,}" for stage in other.plan.on_paper)
             lines.append(f"{kv:9}{by_card:>28}{f'{found:,}' if found else 'none fits':>18}")
@@ -984,7 +1010,7 @@ class Planner:
             found.append("--draft off")
         if d.split and self.planned(split=None).fits:
             found.append("no --split")
-        missing = [stage.total - stage.free for stage in self.plan.stages]
+        missing = [-left for left in self.plan.left]
         if d.memory is not None and all(n <= card.unused_bytes - card.free_bytes
                                         for n, card in zip(missing, self.cards) if n > 0):
             found.append(f"--memory {math.ceil((d.memory + max(missing)) / 2**30 * 10) / 10:g}")

@@ -2,19 +2,22 @@
 
 import functools
 import gc
+import io
 import itertools
 import math
 import operator
 import random
 import re
+import sys
 
 import numpy as np
 import pytest
 
 import qengine
 from cli.options import build_parser
-from engine import expert_store
-from engine.plan import LEAST_CHECKPOINTS, Demand, Planner, Work, best_split, most_drafts, schedule
+from engine import expert_store, plan
+from engine.plan import LEAST_CHECKPOINTS, Demand, Planner, Work, best_split, most, most_drafts, schedule
+from engine.weights import Weights
 from kernels import probe
 from kernels.card import CardError, Lent, Memory, OutOfMemory, PlannedCard
 from kernels.emulated.card import EmulatedCard
@@ -329,6 +332,50 @@ def test_contexts_that_do_not_all_fit_at_once_are_told(capsys):
         assert (said in text) == ("at full length" in text) == is_told
     qengine.load("synthetic:tiny", card="emulated", ctx=1024, slots=4, kv_tokens=1024).close()
     assert "context in all (not all 4 at full length at once: the others wait), " in capsys.readouterr().err
+
+
+def test_a_search_finds_the_most_wherever_it_begins():
+    for low, high, limit, guess in itertools.product((0, 1), (0, 5, 63), range(-1, 66), (None, 0, 3, 40, 63, 99)):
+        tried = []
+        found = most(low, high, lambda n: tried.append(n) or n <= limit, guess)
+        assert found == max((n for n in range(low, high + 1) if n <= limit), default=None)
+        assert len(tried) == len(set(tried)) and all(low <= n <= high for n in tried)
+        if guess == limit and low <= limit < high:
+            assert len(tried) == 2
+
+
+@pytest.mark.parametrize("kv", ["q8", "q3"])
+def test_a_plan_like_another_is_the_same_and_takes_less_time(monkeypatch, kv):
+    """What is left of cards and the demand say where all goes. Each plan that is tried takes about as long."""
+    n_tried, planned = [], Planner.planned
+    monkeypatch.setattr(Planner, "planned", lambda *given, **changes: n_tried.append(1) or planned(*given, **changes))
+    one = planner("synthetic:35b-a3b:q4_k", typed(CMP_100_210), memory=int(15.5 * 2**30))
+    found = []
+    for like in None, one:
+        n_tried.clear()
+        other = Planner(one.blueprint.changed(kv=kv), one.cards, one.asked, like=like)
+        found.append((other.plan.left, other.plan.demand, other.plan.layers, other.demand))
+        found[-1] += len(n_tried),
+    assert found[0][:-1] == found[1][:-1] and found[1][-1] <= 0.6 * found[0][-1]
+
+
+def test_slots_of_experts_are_counted_once_for_all_plans():
+    """A plan asks for them of every layer of every card."""
+    opened, asked = open_model("synthetic:tiny-moe"), []
+    weights = Weights(opened.weights.shapes, lambda name: asked.append(name) or opened.weights.type_of(name))
+    whole = expert_store.slot_bytes(weights, range(opened.config.n_layers))
+    assert whole == sum(expert_store.slot_bytes(weights, range(i, i + 1)) for i in range(opened.config.n_layers)) > 0
+    assert len(asked) == len(set(asked))
+
+
+def test_a_long_plan_shows_on_a_terminal_how_far_it_is(monkeypatch):
+    for is_terminal in False, True:
+        screen = io.StringIO()
+        monkeypatch.setattr(screen, "isatty", lambda: is_terminal)
+        monkeypatch.setattr(sys, "stderr", screen)
+        monkeypatch.setattr(plan, "BAR_DELAY", 0)
+        planner("synthetic:tiny", typed(CMP_100_210)).report()
+        assert ("planning" in screen.getvalue()) == is_terminal
 
 
 def test_a_context_that_the_model_was_not_made_for_is_told():
