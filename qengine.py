@@ -2367,9 +2367,9 @@ def load(model: str | Path | OpenModel = DEFAULT_MODEL, card: str | Card | list[
         for said in [f"experts: {stage.store}" for stage in stages if stage.store] + planner.plan.spared:
             note(said)
     if progress and not config.pooling:
-        note(f"cache: {sizes.n_pages * PAGE_TOKENS:,} tokens of context in all, {sizes.n_checkpoints} checkpoints of "
-             f"{show_bytes(sum(stage.state_bytes for stage in stages))} on {where}, "
-             f"up to {sizes.n_host_checkpoints} in host memory")
+        note(f"cache: {sizes.n_pages * PAGE_TOKENS:,} tokens of context in all{sizes.shortage}, "
+             f"{sizes.n_checkpoints} checkpoints of {show_bytes(sum(stage.state_bytes for stage in stages))} on "
+             f"{where}, up to {sizes.n_host_checkpoints} in host memory")
     return (Pooling if config.pooling else Engine)(opened, pipeline, sizes, planner)
 
 

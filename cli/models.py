@@ -215,6 +215,15 @@ def freeze():
     gc.freeze()
 
 
+def crowded(one: Wanted, first: Wanted, planner) -> str:
+    """For people, the end of a model's plan: that experts leave its cards only because others take memory there."""
+    if not planner.moves_experts:
+        return ""
+    alone = one.planner(Deck(first, PlannedCard).of(one))
+    return "\nalone all its experts would fit: kv-tokens= and checkpoint-memory= of the others make room" * (
+        alone.plan.fits and not alone.moves_experts)
+
+
 def plans(wanted: list[Wanted]):
     """Texts that say where the models go and what that takes, one for each. Raises OutOfMemory."""
     if len(wanted) == 1 and wanted[0].idle is None:
@@ -228,17 +237,17 @@ def plans(wanted: list[Wanted]):
             break
         planner = one.planner(always.of(one))
         planner.check()
-        yield f"{one.model.name}, {one.model.kind}:\n{planner.report()}"
+        yield f"{one.model.name}, {one.model.kind}:\n{planner.report()}{crowded(one, wanted[0], planner)}"
         set_aside(planner)
     together = always.planned()
     for one in in_order(wanted):
         if one.idle is None:
             continue
         planner, note = one.planner(together.of(one)), "loaded at its first request"
-        if planner.plan.fits:
-            set_aside(planner)
-        else:
+        if not (beside := planner.plan.fits):
             planner = one.planner(always.planned().of(one))
             planner.check()
             note += ", for which others that nobody asks have to go"
-        yield f"{one.model.name}, {one.model.kind}, {note}:\n{planner.report()}"
+        yield f"{one.model.name}, {one.model.kind}, {note}:\n{planner.report()}{crowded(one, wanted[0], planner)}"
+        if beside:      # after the report, which counts on what the model takes itself
+            set_aside(planner)

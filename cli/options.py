@@ -362,7 +362,8 @@ def add_machine(parser: Parser):
                          help="long prompts leave out keys of little weight, which reads them faster and changes "
                               "answers a little: on, unless a request refuses; ask, only where a request asks "
                               '("sparse": true); without WHEN, on (default: off)')
-    for where, default in ("", "a quarter of what is free"), ("host-", "an eighth of the machine's"):
+    for where, default in (("", "a quarter of what is free; a card keeps two at least, and one where there is no room"),
+                           ("host-", "an eighth of the machine's")):
         machine.add_argument(f"--checkpoint-{where}memory", metavar="MB", type=within(int, 0, 2**31 - 1),
                              help=f"{'host' if where else 'card'} memory for the states that spare later prompts "
                                   f"what they have in common with earlier ones (default: {default})")

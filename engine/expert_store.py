@@ -45,10 +45,9 @@ import numpy as np
 from engine import plan
 from engine.expert_file import SLOWEST_DISK, ExpertFile, InFile, Record, Window
 from engine.residency import NOWHERE, Move, Residency
-from engine.weights import Loader, alloc_matrix, places_of_slots
+from engine.weights import Loader, Weights, alloc_matrix, places_of_slots
 from kernels.card import ALIGNMENT, Array, Card, CardError, Event, PlannedCard, show_bytes
 from kernels.emulated.card import EmulatedCard
-from kernels.formats import FLOATS, FORMATS
 from kernels.host_experts import (DEADLINE, MAX_ROWS, HostExperts, HostLayer, cost_of_a_miss, experts_of,
                                   measure_host)
 from kernels.host_requests import HostRequest
@@ -160,30 +159,24 @@ def expert_bytes(experts: Experts) -> int:
     return sum(math.prod(array.shape[1:]) * array.dtype.itemsize * experts.n for array in arrays_of(experts.home))
 
 
-def slot_bytes(loader: Loader, layers: range) -> int:
+def slot_bytes(weights: Weights, layers: range) -> int:
     """Bytes that one more slot takes in each of the layers."""
-    found = 0
-    for name, shape in loader.shapes.items():
-        if len(shape) == 3 and int(name.split(".")[1]) in layers:
-            format, (_, n, k) = loader.type_of(name), shape
-            arrays = FORMATS[format].arrays(n, k) if format in FORMATS else [((n, k), FLOATS[format].dtype)]
-            found += sum(math.prod(shape) * np.dtype(kind).itemsize for shape, kind in arrays)
-    return found
+    return sum(weights.slot_bytes.get(layer, 0) for layer in layers)
 
 
 @contextlib.contextmanager
-def loading(weights, loader: Loader, config, layers: range, demand: plan.Demand, most_rows: int):
+def loading(weights: Weights, loader: Loader, config, layers: range, demand: plan.Demand, most_rows: int):
     """Inside, `loader` loads the layers. Yields the ExpertStore of their experts if these take more of the card than
     demand.expert_memory; None if they do not, or if that is None. layers: also a draft block. most_rows: of a decode
     step."""
-    each, memory = slot_bytes(loader, layers), demand.expert_memory
+    each, memory = slot_bytes(weights, layers), demand.expert_memory
     if memory is None or each * config.n_experts <= memory:
         yield None
         return
     window, blocks = None, range(config.n_layers + config.n_nextn)
-    if plan.exceeds_machine(slot_bytes(loader, blocks) * config.n_experts):
-        needs = [window_need(loader, config, of_card, memory, most_rows) for of_card in ranges_of(config, demand)]
-        share = window_need(loader, config, layers, memory, most_rows) / sum(needs)
+    if plan.exceeds_machine(slot_bytes(weights, blocks) * config.n_experts):
+        needs = [window_need(weights, config, of_card, memory, most_rows) for of_card in ranges_of(config, demand)]
+        share = window_need(weights, config, layers, memory, most_rows) / sum(needs)
         window = plan.window_bytes(share, demand.host_memory)
     store = ExpertStore(loader.card, memory // each, config.n_used_experts, most_rows, window_bytes=window)
     with store.loading(weights, loader):
@@ -197,13 +190,13 @@ def ranges_of(config, demand: plan.Demand) -> list[range]:
     return [*ranges[:-1], range(ranges[-1].start, ends[-1] + config.n_nextn * (demand.drafts > 0))]
 
 
-def window_need(loader: Loader, config, layers: range, memory: int, most_rows: int) -> int:
+def window_need(weights: Weights, config, layers: range, memory: int, most_rows: int) -> int:
     """Bytes of experts in these layers that a card lacks which has `memory` for them, or what a step needs of the
     largest layer, if that is more. 0: it lacks none. Cards share the host memory in these proportions."""
-    each = slot_bytes(loader, layers)
+    each = slot_bytes(weights, layers)
     lacking = config.n_experts - memory // max(each, 1)
     fewest = fewest_in_window(config.n_experts, config.n_used_experts, most_rows)
-    largest = max(slot_bytes(loader, range(layer, layer + 1)) for layer in layers)
+    largest = max(slot_bytes(weights, range(layer, layer + 1)) for layer in layers)
     return max(lacking * each, fewest * largest) if lacking > 0 else 0
 
 
@@ -458,6 +451,12 @@ class ExpertStore:
     def host_bytes(self) -> int:
         """Of host memory, or of the file, that the experts take."""
         return sum(array.nbytes for each in self._matrices() for array in arrays_of(each.host.home))
+
+    @property
+    def missing_bytes(self) -> int:
+        """Of the experts that have no slot: so many are copied for each pass over a prompt."""
+        return sum((len(each.on_card.places) - each.on_card.home.n // each.on_card.n) * expert_bytes(each.host)
+                   for each in self._matrices())
 
     @property
     def locked_bytes(self) -> int:

@@ -17,9 +17,12 @@ import itertools
 import math
 import numbers
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple, Protocol
+
+import tqdm
 
 from engine.host_memory import free_memory, machine_bytes
 from engine.limits import KEPT_CONTEXTS, MOST_DRAFTS, SPARSE
@@ -382,6 +385,12 @@ class CacheSizes:
     n_checkpoints: int          # on the card
     n_host_checkpoints: int     # in host memory, at most
 
+    @property
+    def shortage(self) -> str:
+        """For people: whether the pages are too few for contexts of full length in all slots; "" if they are not."""
+        is_short = self.n_pages < self.n_slots * self.max_pages
+        return f" (not all {self.n_slots} at full length at once: the others wait)" * is_short
+
 
 def choose_sizes(stages: list, demand: "Demand") -> CacheSizes:
     """How the memory that the weights have left is divided. stages: each has a card, costs, page_bytes and state_bytes.
@@ -540,7 +549,7 @@ def best_split(n_layers: int, costs: list) -> list[range] | None:
         found = {}
         for start in range(len(costs) - 1 - behind, n_layers):
             for end in sorted(best, reverse=True):
-                if end > start:
+                if end > start and best[end][0] < found.get(start, (math.inf,))[0]:     # else it would not be less
                     worst = max(cost(start, end), best[end][0])
                     if worst < found.get(start, (math.inf,))[0]:
                         found[start] = worst, (end, *best[end][1])
@@ -565,12 +574,16 @@ class LayerCosts:
         self.head_bytes = blueprint.head_bytes(counting)
         self.weight_bytes = list(itertools.accumulate(sizes))   # of the layers before each
         self.works = list(itertools.accumulate(works))          # Work of the layers before each
+        self.sums: dict[str, list[int]] = {}                    # field of Work -> its values in `works`
         self.expert_bytes = self.works[-1].expert_bytes
         self.speeds = [faster(probe.speed_of(card), gain_of(Products.of(card, wish), self.works[-1])) for card in cards]
 
     def between(self, start: int, end: int, field: str) -> int:
         """The sum of a field of Work over the layers start .. end - 1."""
-        return getattr(self.works[end], field) - getattr(self.works[start], field)
+        if field not in self.sums:
+            self.sums[field] = [getattr(work, field) for work in self.works]
+        sums = self.sums[field]
+        return sums[end] - sums[start]
 
     def prefill_seconds(self, stage: int, start: int, end: int, context: float) -> float:
         """Seconds of a token of a prompt that has `context` tokens before it."""
@@ -647,9 +660,8 @@ def memory_for_layers(blueprint: Blueprint, cards: list, demand: Demand, costs: 
     sampled = plan_stages(blueprint, cards, dataclasses.replace(
         demand, chunk=demand.chunk or CHUNK, kv_tokens=least * PAGE_TOKENS, checkpoint_memory=0), samples)
     n_states = demand.slots + sampled.sizes.n_checkpoints
-    return [stage.free - stage.total
-            + costs.memory(stage.layers.start, stage.layers.stop, least, n_states, demand.slots, demand.expert_memory)
-            for stage in sampled.stages]
+    return [left + costs.memory(layers.start, layers.stop, least, n_states, demand.slots, demand.expert_memory)
+            for left, layers in zip(sampled.left, samples)]
 
 
 # ---- the plan --------------------------------------------------------------------------------------------------
@@ -682,19 +694,24 @@ class StagePlan:
 class Plan:
     """Where a model goes, and what that takes."""
 
-    stages: list[StagePlan]
+    left: list[int]             # bytes of each card that nothing takes; below 0: so many are missing
     on_paper: list              # the stages on cards that only count
     demand: Demand
     sizes: CacheSizes
     chunk: int                  # tokens of a pass, the same for all stages
+    columns: Callable[[], list[StagePlan]]      # what is taken for what; it takes as long as the rest of a plan
+
+    @functools.cached_property
+    def stages(self) -> list[StagePlan]:
+        return self.columns()
 
     @property
     def fits(self) -> bool:
-        return all(stage.total <= stage.free for stage in self.stages)
+        return min(self.left) >= 0
 
     @property
     def layers(self) -> list[range]:
-        return [stage.layers for stage in self.stages]
+        return [stage.layers for stage in self.on_paper]
 
     @property
     def spared(self) -> list[str]:
@@ -732,7 +749,7 @@ def plan_stages(blueprint: Blueprint, cards: list, demand: Demand, layers: list[
     for spared in SPARED if demand.expert_memory is None else ():
         saved = [stage.table_bytes + (found.sizes.n_checkpoints - spared.get("least_checkpoints", LEAST_CHECKPOINTS))
                  * stage.state_bytes for stage in found.on_paper]
-        if not found.fits and all(plan.total - plan.free <= n for plan, n in zip(found.stages, saved)):
+        if not found.fits and all(left + n >= 0 for left, n in zip(found.left, saved)):
             other = stages_planned(blueprint, cards, dataclasses.replace(demand, **spared), layers)
             if other.fits:
                 return other
@@ -747,20 +764,28 @@ def stages_planned(blueprint: Blueprint, cards: list, demand: Demand, layers: li
         if len({stage.chunk for stage in stages}) == 1:
             break
         chunk = min(stage.chunk for stage in stages)
-    sizes, planned = choose_sizes(stages, demand), []
-    for card, stage in zip(cards, stages):
-        plain, drafts = stage, 0
-        used = taken(stage, sizes, len(stages))
-        if demand.drafts:
-            without = dataclasses.replace(demand, drafts=0)
-            plain = blueprint.stage(PlannedCard(card), stage.layers, without, stage.chunk)
-            drafts = used - taken(plain, sizes, len(stages))
-        kv, states = sizes.n_pages * plain.page_bytes, sizes.n_slots * plain.state_bytes
-        checkpoints = sizes.n_checkpoints * plain.state_bytes
-        scratch = used - drafts - plain.weight_bytes - kv - states - checkpoints
-        planned.append(StagePlan(card.name, stage.layers, card.free_bytes, plain.weight_bytes, kv, states, checkpoints,
-                                 scratch, drafts))
-    return Plan(planned, stages, demand, sizes, stages[0].chunk)
+    sizes, free = choose_sizes(stages, demand), [card.free_bytes for card in cards]
+    used = [taken(stage, sizes, len(stages)) for stage in stages]
+
+    def columns():
+        return [stage_plan(blueprint, card, stage, demand, sizes, len(stages), *each)
+                for card, stage, *each in zip(cards, stages, free, used)]
+
+    return Plan([a - b for a, b in zip(free, used)], stages, demand, sizes, stages[0].chunk, columns)
+
+
+def stage_plan(blueprint: Blueprint, card, stage, demand: Demand, sizes: CacheSizes, n_stages: int, free: int,
+               used: int) -> StagePlan:
+    """What a stage on paper, which takes `used` of the `free` bytes of its card, takes them for."""
+    plain, drafts = stage, 0
+    if demand.drafts:
+        without = dataclasses.replace(demand, drafts=0)
+        plain = blueprint.stage(PlannedCard(card), stage.layers, without, stage.chunk)
+        drafts = used - taken(plain, sizes, n_stages)
+    kv, states = sizes.n_pages * plain.page_bytes, sizes.n_slots * plain.state_bytes
+    checkpoints = sizes.n_checkpoints * plain.state_bytes
+    scratch = used - drafts - plain.weight_bytes - kv - states - checkpoints
+    return StagePlan(card.name, stage.layers, free, plain.weight_bytes, kv, states, checkpoints, scratch, drafts)
 
 
 def taken(stage, sizes: CacheSizes, n_stages: int) -> int:
@@ -769,17 +794,16 @@ def taken(stage, sizes: CacheSizes, n_stages: int) -> int:
     return stage.card.card.free_bytes - stage.card.free_bytes
 
 
-def most(low: int, high: int, fits) -> int | None:
+def most(low: int, high: int, fits, guess: int | None = None) -> int | None:
     """The largest n from low to high for which fits(n) is true; None if there is none. fits(n) must be true up to some
-    n and false from there on."""
-    if low > high or not fits(low):
-        return None
-    if fits(high):
-        return high
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle - 1)
-    return low
+    n and false from there on. guess: near which the result probably is."""
+    found, beyond = low - 1, high + 1
+    first = [high, low] if guess is None else [guess + n for n in (0, 1, -1, 3, -3, 7, -7)]
+    while beyond - found > 1:
+        n = first.pop(0) if first else (found + beyond) // 2
+        if found < n < beyond:
+            found, beyond = (n, beyond) if fits(n) else (found, n)
+    return found if found >= low else None
 
 
 def free_of_disk(folder: Path) -> int:
@@ -791,14 +815,17 @@ def free_of_disk(folder: Path) -> int:
 EXPERT_SHARES = 64          # so finely is memory for experts chosen
 HIT_RATES = 0.8, 0.9, 0.95  # of experts on the card, of which a plan says what they cost
 DISK = 2e9                  # bytes per second that plans assume of an SSD
+BAR_DELAY = 0.3             # seconds after which a terminal shows how far `Planner.kv_lines` is
 MOST_CARDS = 16             # `Planner.changes` proposes up to so many cards
 
 
 class Planner:
     """The plan of a model on some cards, and what could be different about it."""
 
-    def __init__(self, blueprint: Blueprint, cards: list, demand: Demand, spare: list = ()):
-        """spare: cards that were opened with the others and are not to be used. Raises RequestError."""
+    def __init__(self, blueprint: Blueprint, cards: list, demand: Demand, spare: list = (),
+                 like: "Planner | None" = None):
+        """spare: cards that were opened with the others and are not to be used. like: of almost the same model on the
+        same cards, near whose plan this one is looked for. Raises RequestError."""
         if len(cards) > blueprint.n_layers:
             raise RequestError("card", f"{blueprint.name} has {blueprint.n_layers} layers: {len(cards)} cards are too "
                                        "many")
@@ -812,7 +839,7 @@ class Planner:
             raise RequestError("expert_memory", f"expert_memory: {blueprint.name} has no experts")
         self.moves_experts = not self.plan.fits and demand.expert_memory is None and self.costs.expert_bytes > 0
         if self.moves_experts:
-            self._move_experts()
+            self._move_experts(like)
         if not self.plan.fits:      # then it says what is missing where all is spared that can be
             self.plan = self.planned(**SPARED[-1])
 
@@ -820,13 +847,18 @@ class Planner:
     def costs(self) -> LayerCosts:
         return LayerCosts(self.blueprint, self.cards, self.demand.products)
 
-    def _move_experts(self):
+    def _move_experts(self, like: "Planner | None"):
         """Leaves as many experts on the cards as fit, and the others in the host's memory."""
-        unit = self.costs.expert_bytes // EXPERT_SHARES
-        n = most(0, EXPERT_SHARES - 1, lambda n: self.planned(expert_memory=n * unit).fits)
+        unit, plans = self.costs.expert_bytes // EXPERT_SHARES, {}
+
+        def fits(n):
+            plans[n] = self.planned(expert_memory=n * unit)
+            return plans[n].fits
+
+        guess = like.demand.expert_memory // unit if like and like.demand.expert_memory is not None else None
+        n = most(0, EXPERT_SHARES - 1, fits, guess)
         if n is not None:
-            self.demand = dataclasses.replace(self.demand, expert_memory=n * unit)
-            self.plan = self.planned()
+            self.demand, self.plan = dataclasses.replace(self.demand, expert_memory=n * unit), plans[n]
 
     def planned(self, **changes) -> Plan:
         """The Plan, whether it fits or not, with other fields of the demand."""
@@ -849,7 +881,7 @@ class Planner:
             if layers == before:
                 break
             plan, before = plan_stages(self.blueprint, self.cards, demand, layers), layers
-            wasted = [n + max(stage.total - stage.free, 0) for n, stage in zip(wasted, plan.stages)]
+            wasted = [n + max(-left, 0) for n, left in zip(wasted, plan.left)]
         return plan
 
     def longest_context(self) -> int | None:
@@ -894,18 +926,43 @@ class Planner:
         return cards, sum(a.hop_seconds(1) + b.hop_seconds(1) for a, b in itertools.pairwise(self.plan.costs))
 
     def speed_line(self) -> str:
-        """How fast a prompt that fills the context is, and the answer behind it, for people."""
-        n = self.demand.n_ctx
+        """How fast a prompt that fills the context is, and the answer behind it, for people. Where experts are missing
+        on cards, what that takes of a pass. Steps over experts are bound by more than bytes, so there is no estimate of
+        them."""
+        n, stores = self.demand.n_ctx, [stage.store for stage in self.plan.on_paper if stage.store]
+        if stores:
+            missing = sum(store.missing_bytes for store in stores)
+            links = sum(store.missing_bytes / probe.speed_of(store.card).link for store in stores)
+            disk, n_passes = sum(store.missing_bytes for store in stores if store.in_file) / DISK, len(self.passes(n))
+            return (f"a pass of {self.plan.chunk:,} tokens of a prompt needs {show_bytes(missing)} of experts that are "
+                    f"not on the cards: {links:.1f} s over their links" + f", up to {disk:.1f} s from the disk" * (
+                        disk > 0) + f"; a prompt of {n:,} tokens takes {n_passes:,} such pass{'es' * (n_passes > 1)}")
+        if self.costs.works[-1].grouped:
+            return "no ESTIMATE of the speed: there is none yet for mixtures of experts"
         return (f"ESTIMATE, at {PEAK_SHARE:.0%} of the cards' peaks: a prompt of {n:,} tokens at "
                 f"{n / self.prompt_schedule(n).seconds:,.0f} tokens/s, one answer behind it at "
                 f"{1 / sum(self.step_seconds(n)):,.0f}")
+
+    def hop_lines(self) -> list[str]:
+        """What hops between cards cost, for people. Shares of time count on all experts being on the cards."""
+        n, chunk, hidden_dim = self.demand.n_ctx, self.plan.chunk, self.blueprint.hidden_dim
+        links = ", ".join(f"{speed.link / 1e9:g}" for speed in self.costs.speeds)
+        lines = [f"a hop: {show_bytes(hop_bytes(hidden_dim, chunk))} for a pass of {chunk} tokens, "
+                 f"{show_bytes(hop_bytes(hidden_dim, 1))} for one token, over links of {links} GB/s"]
+        if not any(stage.store for stage in self.plan.on_paper):
+            added, busy, decode = self.expected_hops()
+            lines += [f"expected share of time in hops: {added:.1%} of a prompt of {n:,} tokens in "
+                      f"{len(self.passes(n))} passes, {decode:.1%} of a step of one answer",
+                      f"expected share of that prompt's time that each card works: {busy:.0%} or more"]
+        return lines
 
     def report(self) -> str:
         """The plan for people: the table, the longest context, what of the weights a token uses where that is not all,
         contexts in other KV formats, an estimate of its speed, and what hops are expected to cost."""
         plan, d, longest, work = self.plan, self.demand, self.longest_context(), self.costs.works[-1]
         lines = [plan.table(), "",
-                 f"context: {d.contexts} tokens, pages for {plan.sizes.n_pages * PAGE_TOKENS:,}; "
+                 f"context: {d.contexts} tokens, pages for {plan.sizes.n_pages * PAGE_TOKENS:,}"
+                 + plan.sizes.shortage * (not d.packed) + "; "
                  + (f"the longest that fits has {longest:,}" if longest else "none fits")
                  + f" (the model was made for {self.blueprint.context_length:,})" * (
                      d.n_ctx > self.blueprint.context_length)]
@@ -916,19 +973,12 @@ class Planner:
         lines += [f"products of prompts on {card.name}: {said}" for card in self.cards
                   if (said := Products.of(card, d.products).describe(self.blueprint.formats()))]
         lines += plan.spared + self.expert_lines() + self.kv_lines(longest)
-        if not (work.grouped or d.packed):      # steps over experts are bound by more than bytes
+        if not d.packed:
             lines.append(self.speed_line())
         if len(self.cards) > 1:
-            added, busy, decode = self.expected_hops()
-            n_passes, hidden_dim = len(self.passes(d.n_ctx)), self.blueprint.hidden_dim
-            links = ", ".join(f"{speed.link / 1e9:g}" for speed in self.costs.speeds)
-            lines += [f"a hop: {show_bytes(hop_bytes(hidden_dim, plan.chunk))} for a pass of {plan.chunk} tokens, "
-                      f"{show_bytes(hop_bytes(hidden_dim, 1))} for one token, over links of {links} GB/s",
-                      f"expected share of time in hops: {added:.1%} of a prompt of {d.n_ctx:,} tokens in {n_passes} "
-                      f"passes, {decode:.1%} of a step of one answer",
-                      f"expected share of that prompt's time that each card works: {busy:.0%} or more"]
-            if any(card.kind == "emulated" and not card.like for card in self.cards):
-                lines.append(f"(emulated cards of no type count as {CARDS[0].name})")
+            lines += self.hop_lines()
+        if any(card.kind == "emulated" and not card.like for card in self.cards):
+            lines.append(f"(emulated cards of no type count as {CARDS[0].name})")
         return "\n".join(lines)
 
     def kv_lines(self, longest: int | None) -> list[str]:
@@ -937,10 +987,10 @@ class Planner:
         if self.demand.packed or not any(stage.page_bytes for stage in self.plan.on_paper):
             return []
         lines = [f"{'--kv':9}{'bytes of a token' + ', by card' * (len(self.cards) > 1):>28}{'longest context':>18}"]
-        for kv in KV_FORMATS:
+        for kv in tqdm.tqdm(KV_FORMATS, desc="planning", unit="format", leave=False, delay=BAR_DELAY, disable=None):
             other, found = self, longest
             if kv != self.blueprint.kv:
-                other = Planner(self.blueprint.changed(kv=kv), self.cards, self.asked, self.spare)
+                other = Planner(self.blueprint.changed(kv=kv), self.cards, self.asked, self.spare, like=self)
                 found = other.longest_context()
             by_card = " + ".join(f"{stage.page_bytes // PAGE_TOKENS:,}" for stage in other.plan.on_paper)
             lines.append(f"{kv:9}{by_card:>28}{f'{found:,}' if found else 'none fits':>18}")
@@ -960,7 +1010,7 @@ class Planner:
             found.append("--draft off")
         if d.split and self.planned(split=None).fits:
             found.append("no --split")
-        missing = [stage.total - stage.free for stage in self.plan.stages]
+        missing = [-left for left in self.plan.left]
         if d.memory is not None and all(n <= card.unused_bytes - card.free_bytes
                                         for n, card in zip(missing, self.cards) if n > 0):
             found.append(f"--memory {math.ceil((d.memory + max(missing)) / 2**30 * 10) / 10:g}")

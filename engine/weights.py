@@ -12,7 +12,7 @@ import re
 import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 
 import numpy as np
 
@@ -267,6 +267,18 @@ class Weights:
 
     def __init__(self, shapes: dict[str, tuple[int, ...]], type_of):
         self.shapes, self.type_of = shapes, type_of
+
+    @cached_property
+    def slot_bytes(self) -> dict[int, int]:
+        """{layer: bytes of the matrices of one of its experts}, of layers that have experts."""
+        found = {}
+        for name, shape in self.shapes.items():
+            if len(shape) == 3:
+                layer, format, (_, n, k) = int(name.split(".")[1]), self.type_of(name), shape
+                arrays = FORMATS[format].arrays(n, k) if format in FORMATS else [((n, k), FLOATS[format].dtype)]
+                found[layer] = found.get(layer, 0) + sum(math.prod(shape) * np.dtype(kind).itemsize
+                                                         for shape, kind in arrays)
+        return found
 
     def formats(self) -> list[str]:
         """The formats of the matrices of layers, of experts not."""

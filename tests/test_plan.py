@@ -2,18 +2,22 @@
 
 import functools
 import gc
+import io
 import itertools
 import math
 import operator
 import random
 import re
+import sys
 
 import numpy as np
 import pytest
 
 import qengine
-from engine import expert_store
-from engine.plan import Demand, Planner, Work, best_split, most_drafts, schedule
+from cli.options import build_parser
+from engine import expert_store, plan
+from engine.plan import LEAST_CHECKPOINTS, Demand, Planner, Work, best_split, most, most_drafts, schedule
+from engine.weights import Weights
 from kernels import probe
 from kernels.card import CardError, Lent, Memory, OutOfMemory, PlannedCard
 from kernels.emulated.card import EmulatedCard
@@ -232,6 +236,12 @@ def test_longest_context_is_the_longest():
     assert planner("synthetic:tiny", typed(CMP_100_210), kv_tokens=5000).longest_context() == 4992
 
 
+def test_cards_keep_two_checkpoints_as_the_help_says():
+    sizes = planner("synthetic:tiny", typed(CMP_100_210), checkpoint_memory=0).plan.sizes
+    assert sizes.n_checkpoints == LEAST_CHECKPOINTS == 2
+    assert "a card keeps two at least" in " ".join(build_parser().format_help().split())
+
+
 def test_room_for_kept_tokens_is_not_made_for_slots():
     """Where --kv-tokens says how many there are to be, the placement counts no others."""
     small = [EmulatedCard(number, like=CMP_100_210, memory_bytes=int(gb * 2**30))
@@ -288,7 +298,84 @@ def test_a_plan_estimates_speeds():
                                re.M).groups()
     assert int(prompt.replace(",", "")) == round(18432 / plans.prompt_schedule(18432).seconds)
     assert 19 < int(answer) < 23
-    assert "ESTIMATE" not in planner("synthetic:35b-a3b:q4_k", open_cards("emulated:cmp-100-210") * 2).report()
+    text = planner("synthetic:35b-a3b:q4_k", open_cards("emulated:cmp-100-210,cmp-100-210")).report()
+    assert "ESTIMATE, at" not in text and "no ESTIMATE of the speed" in text and "share of time in hops" in text
+
+
+def test_a_plan_says_what_experts_that_are_not_on_the_cards_cost_a_prompt():
+    """No share of time counts on them being there. A pass copies all that have no slot: of 256 experts in each of 40
+    layers those beyond the slots, of three matrices of 2,048 x 512 in 4.5 bits each."""
+    plans = planner("synthetic:35b-a3b:q4_k", open_cards("emulated:cmp-100-210"), memory=int(15.5 * 2**30))
+    text = plans.report()
+    slots = int(re.search(r"(\d+) experts of each layer lie on the card", text)[1])
+    missing = (256 - slots) * 40 * 3 * 2048 * 512 * 4.5 / 8
+    found = re.search(r"^a pass of 512 tokens of a prompt needs ([\d.]+) GB of experts that are not on the cards: "
+                      r"([\d.]+) s over their links(.*); a prompt of 4,096 tokens takes 8 such passes$", text, re.M)
+    assert float(found[1]) == pytest.approx(missing / 2**30, rel=0.05)
+    assert float(found[2]) == pytest.approx(missing / 0.25e9, rel=0.05)
+    assert "ESTIMATE" not in text
+    two = planner("synthetic:35b-a3b:q4_k", open_cards("emulated:cmp-100-210,cmp-100-210"), memory=8 << 30).report()
+    assert "a pass of 512 tokens" in two and "a hop: " in two and "share" not in two
+
+
+@pytest.mark.parametrize("cards, is_told", [("emulated", True), ("emulated:2", True), ("emulated:t4", False)])
+def test_a_plan_names_the_card_that_an_emulated_one_of_no_type_counts_as(cards, is_told):
+    text = planner("synthetic:tiny", open_cards(cards)).report()
+    assert "ESTIMATE" in text and ("(emulated cards of no type count as CMP 100-210)" in text) == is_told
+
+
+def test_contexts_that_do_not_all_fit_at_once_are_told(capsys):
+    """By the plan and at the start."""
+    said = "pages for 1,024 (not all 4 at full length at once: the others wait); the longest"
+    for kv_tokens, is_told in (1024, True), (4096, False):
+        text = planner("synthetic:tiny", open_cards("emulated"), n_ctx=1024, slots=4, kv_tokens=kv_tokens).report()
+        assert (said in text) == ("at full length" in text) == is_told
+    qengine.load("synthetic:tiny", card="emulated", ctx=1024, slots=4, kv_tokens=1024).close()
+    assert "context in all (not all 4 at full length at once: the others wait), " in capsys.readouterr().err
+
+
+def test_a_search_finds_the_most_wherever_it_begins():
+    for low, high, limit, guess in itertools.product((0, 1), (0, 5, 63), range(-1, 66), (None, 0, 3, 40, 63, 99)):
+        tried = []
+        found = most(low, high, lambda n: tried.append(n) or n <= limit, guess)
+        assert found == max((n for n in range(low, high + 1) if n <= limit), default=None)
+        assert len(tried) == len(set(tried)) and all(low <= n <= high for n in tried)
+        if guess == limit and low <= limit < high:
+            assert len(tried) == 2
+
+
+@pytest.mark.parametrize("kv", ["q8", "q3"])
+def test_a_plan_like_another_is_the_same_and_takes_less_time(monkeypatch, kv):
+    """What is left of cards and the demand say where all goes. Each plan that is tried takes about as long."""
+    n_tried, planned = [], Planner.planned
+    monkeypatch.setattr(Planner, "planned", lambda *given, **changes: n_tried.append(1) or planned(*given, **changes))
+    one = planner("synthetic:35b-a3b:q4_k", typed(CMP_100_210), memory=int(15.5 * 2**30))
+    found = []
+    for like in None, one:
+        n_tried.clear()
+        other = Planner(one.blueprint.changed(kv=kv), one.cards, one.asked, like=like)
+        found.append((other.plan.left, other.plan.demand, other.plan.layers, other.demand))
+        found[-1] += len(n_tried),
+    assert found[0][:-1] == found[1][:-1] and found[1][-1] <= 0.6 * found[0][-1]
+
+
+def test_slots_of_experts_are_counted_once_for_all_plans():
+    """A plan asks for them of every layer of every card."""
+    opened, asked = open_model("synthetic:tiny-moe"), []
+    weights = Weights(opened.weights.shapes, lambda name: asked.append(name) or opened.weights.type_of(name))
+    whole = expert_store.slot_bytes(weights, range(opened.config.n_layers))
+    assert whole == sum(expert_store.slot_bytes(weights, range(i, i + 1)) for i in range(opened.config.n_layers)) > 0
+    assert len(asked) == len(set(asked))
+
+
+def test_a_long_plan_shows_on_a_terminal_how_far_it_is(monkeypatch):
+    for is_terminal in False, True:
+        screen = io.StringIO()
+        monkeypatch.setattr(screen, "isatty", lambda: is_terminal)
+        monkeypatch.setattr(sys, "stderr", screen)
+        monkeypatch.setattr(plan, "BAR_DELAY", 0)
+        planner("synthetic:tiny", typed(CMP_100_210)).report()
+        assert ("planning" in screen.getvalue()) == is_terminal
 
 
 def test_a_context_that_the_model_was_not_made_for_is_told():

@@ -14,7 +14,7 @@ import pytest
 import qengine
 from api.service import create_app
 from cli.main import main
-from cli.models import Deck, load_models, open_models
+from cli.models import Deck, load_models, open_models, plans
 from cli.named import ModelArgument, model_argument
 from cli.options import build_parser, check_options
 from cli.serve import free, slots_of
@@ -140,6 +140,31 @@ def test_a_plan_says_what_is_loaded_together_and_what_in_turns(capsys, monkeypat
         assert code == 0 and heads[1] == "b, text, loaded at its first request:"
         assert heads[2] == "c, text, loaded at its first request" + (
             ", for which others that nobody asks have to go" if told else "") + ":"
+
+
+def test_a_plan_of_an_idle_model_counts_on_what_it_takes_itself(monkeypatch):
+    """Its longest context is that of the same model on the same cards, always loaded, in every KV format."""
+    of, first = f"{TINY},ctx=16384,checkpoint-memory=1,kv-tokens=16384", f"a={TINY},ctx=512,checkpoint-memory=1"
+    room = int(1.2 * needed("-m", f"b={of}")[0] + needed("-m", first)[0])
+    monkeypatch.setattr(qengine, "open_cards", lambda which=None: [EmulatedCard(0, room)])
+    always, idle = (list(plans(open_models(parsed("-m", first, "-m", f"b={of}{more}"))))[1].partition(":\n")[2]
+                    for more in ("", ",idle=1m"))
+    assert always == idle and "none fits" not in idle and "the longest that fits has 16,384" in idle
+
+
+@pytest.mark.parametrize("idle", ["", ",idle=1m"])
+def test_a_plan_says_where_others_drive_experts_off_the_card(monkeypatch, idle):
+    """And only there: not where all experts fit beside the others, nor where they do not fit alone."""
+    settings = "ctx=512,checkpoint-memory=1,kv-tokens=512"
+    models = ["-m", f"a={TINY},{settings}", "-m", f"m=synthetic:tiny-moe,{settings}{idle}"]
+    first, mixture = needed(*models)
+    for arguments, room, is_moved, is_told in ((models, first + mixture - 2_000_000, True, True),
+                                               (models, first + mixture + 200_000, False, False),
+                                               (models[2:], mixture - 2_000_000, True, False)):
+        monkeypatch.setattr(qengine, "open_cards", lambda which=None: [EmulatedCard(0, room)])
+        text = list(plans(open_models(parsed(*arguments))))[-1]
+        assert ("experts of each layer lie on the card" in text) == is_moved
+        assert ("alone all its experts would fit: kv-tokens= and checkpoint-memory=" in text) == is_told
 
 
 # ---- engines that come and go ---------------------------------------------------------------------------------------
