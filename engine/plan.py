@@ -746,7 +746,8 @@ def plan_stages(blueprint: Blueprint, cards: list, demand: Demand, layers: list[
     """The Plan of these layers on each card, whether they fit or not. Where they do not, it does without the first of
     SPARED that makes them fit, if one does; but experts leave the cards before anything else does."""
     found = stages_planned(blueprint, cards, demand, layers)
-    for spared in SPARED if demand.expert_memory is None else ():
+    has_experts = any(stage.costs.work.expert_bytes for stage in found.on_paper)
+    for spared in () if has_experts else SPARED:
         saved = [stage.table_bytes + (found.sizes.n_checkpoints - spared.get("least_checkpoints", LEAST_CHECKPOINTS))
                  * stage.state_bytes for stage in found.on_paper]
         if not found.fits and all(left + n >= 0 for left, n in zip(found.left, saved)):
