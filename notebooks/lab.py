@@ -87,9 +87,11 @@ _known = set()              # (kernel, blocks, threads and shapes of arrays) tha
 @contextlib.contextmanager
 def _careful(configured, card, args):
     """What kernel[blocks, threads](...) of a cell runs in: on an emulated card it is checked, unless it is counted,
-    recorded or timed. A check is done at once, so cards that do all as late as they may check nothing twice."""
+    recorded or timed. A check takes time and is done at once, so cells that take times and cards that do all as late as
+    they may check nothing twice."""
     what = configured.kernel, repr((configured.grid, configured.block, [getattr(arg, "shape", ()) for arg in args]))
-    if card.kind != "emulated" or _is_free or card.defers or card.is_watched or card.late and what in _known:
+    is_known = (card.late or _since is not None) and what in _known
+    if card.kind != "emulated" or _is_free or card.defers or card.is_watched or is_known:
         yield
         return
     with card.checking():
