@@ -24,8 +24,8 @@ from .terminal import answer_writer, line_editing, remark
 
 
 def print_answer(engine, request: Request, opening: str = "content") -> tuple[str, bool]:
-    """Generates and prints text as it comes, then the speed; returns (text, was it stopped by Ctrl-C?). opening: how
-    the answer begins, see api/reply.py."""
+    """Generates and prints text as it comes, then the speed; returns (text, was it stopped by Ctrl-C?). Raises
+    KeyboardInterrupt where Ctrl-C came before the first token. opening: how the answer begins, see api/reply.py."""
     generation, writer = engine.submit(request), answer_writer(engine.tokenizer, opening)
     pieces, interrupted = [], False
     try:
@@ -33,12 +33,14 @@ def print_answer(engine, request: Request, opening: str = "content") -> tuple[st
             pieces.append(delta.text)
             writer.push(delta)
     except KeyboardInterrupt:
+        if not pieces:
+            raise
         interrupted = True
     finally:
         generation.cancel()
         writer.end()
     if pieces:
-        remark(speeds_of(generation))
+        remark(speeds_of(generation) + "; stopped" * interrupted)
     return "".join(pieces), interrupted
 
 
@@ -190,7 +192,7 @@ class Chat:
     def answer(self, text: str):
         """Answers a message, which becomes a part of the conversation unless that fails."""
         engine, said = self.engine, message_of(text, self.waiting)
-        self.waiting = []
+        shown, self.waiting = self.waiting, []
         messages = with_system(self.system, [*self.messages, said])
         try:
             check_text(text)
@@ -202,7 +204,8 @@ class Chat:
         except RequestError as error:           # for example, the conversation has outgrown the context
             qengine.note(f"qengine: {error}")
         except KeyboardInterrupt:               # before the answer began
-            pass
+            self.waiting = shown
+            qengine.note("stopped; the message is taken back")
         else:
             self.messages += said, remembered(answer)
 

@@ -6,6 +6,7 @@ What a person sees is tested through a pseudo-terminal: a process of its own who
 import dataclasses
 import fcntl
 import io
+import itertools
 import json
 import os
 import pty
@@ -25,8 +26,9 @@ from cli import terminal
 from cli.chat import COMMANDS, Chat, speeds_of, transcript
 from cli.engines import Wishes
 from cli.terminal import ShownAnswer, Wrapped, append_history, read_history
-from engine.request import Answer, Delta, Request
+from engine.request import Answer, Delta, Request, deltas_of
 from engine.tokenizer import ByteTokenizer
+from tests.paced import PacedEngine
 from tests.test_cli import GREEDY, PATIENCE, loaded, run  # noqa: F401  a fixture
 from tests.tiny import MODEL, ROOT, tiny_engine
 
@@ -102,6 +104,43 @@ def test_a_conversation_at_a_terminal(tmp_path):
     history = read_history(tmp_path / "qengine" / "history")
     assert history[:2] == ["/help", "first line\nsecond line"] and history[-2:] == ["/exit", "/exit"]
     assert (tmp_path / "qengine" / "history").stat().st_mode & 0o777 == 0o600
+
+
+def test_a_message_that_is_stopped_while_it_is_read_is_taken_back(capsys, monkeypatch):
+    engine = PacedEngine("An answer.", delay=30)
+    chat = Chat(engine, {}, Wishes(None, {}))
+    chat.waiting = shown = ["a picture"]
+    monkeypatch.setattr("cli.chat.message_of", lambda text, pictures: {"role": "user", "content": text})
+    press_ctrl_c(monkeypatch, engine, after=0)
+    chat.answer("a wrong paste")
+    assert chat.messages == [] and chat.waiting is shown and engine.generations[0].cancelled
+    assert "stopped; the message is taken back" in capsys.readouterr().err
+
+
+def test_an_answer_that_is_stopped_stays(capsys, monkeypatch):
+    engine = PacedEngine("An answer of many words.", pace=0.01)
+    chat = Chat(engine, {}, Wishes(None, {}))
+    press_ctrl_c(monkeypatch, engine, after=9)
+    chat.answer("hello")
+    said, answer = chat.messages
+    assert said["content"] == "hello" and answer["content"].startswith("An answer")
+    assert "; stopped" in capsys.readouterr().err
+
+
+def press_ctrl_c(monkeypatch, engine, after):
+    """Interrupts whoever reads an answer of the engine behind so many of its tokens."""
+    submit = engine.submit
+
+    def listen(generation, patience=None):
+        yield from itertools.islice(deltas_of([generation]), after)
+        raise KeyboardInterrupt
+
+    def begun(request):
+        generation = submit(request)
+        generation.listen = lambda patience=None: (said and said[1] for said in listen(generation))
+        return generation
+
+    monkeypatch.setattr(engine, "submit", begun)
 
 
 # ---- commands ----------------------------------------------------------------------------------------------
