@@ -20,7 +20,9 @@ from engine.tokenizer import encode_prompt
 
 from .engines import Wishes, load_engine, traced
 from .interrupts import interruptible
-from .terminal import answer_writer, line_editing, remark
+from .terminal import answer_writer, line_editing, reading_line, remark
+
+LOOK_SECONDS = 0.25         # between two looks how far a prompt is read
 
 
 def print_answer(engine, request: Request, opening: str = "content") -> tuple[str, bool]:
@@ -29,9 +31,12 @@ def print_answer(engine, request: Request, opening: str = "content") -> tuple[st
     generation, writer = engine.submit(request), answer_writer(engine.tokenizer, opening)
     pieces, interrupted = [], False
     try:
-        for delta in generation:
-            pieces.append(delta.text)
-            writer.push(delta)
+        with reading_line() as show:
+            for delta in generation.listen(LOOK_SECONDS):
+                show(0 if delta or pieces else generation.n_read, generation.n_prompt)
+                if delta:
+                    pieces.append(delta.text)
+                    writer.push(delta)
     except KeyboardInterrupt:
         if not pieces:
             raise

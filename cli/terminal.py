@@ -187,6 +187,26 @@ def remark(text: str):
     out.flush()
 
 
+@contextlib.contextmanager
+def reading_line():
+    """While the `with` body runs, a line on the terminal says how far a prompt is read. Yields show(n_read, n_prompt),
+    which writes it anew, and wipes it once all is read; so does the end of the body."""
+    out, shown = sys.stderr, ""
+
+    def show(n_read, n_prompt):
+        nonlocal shown
+        line = f"reading {n_read:,} of {n_prompt:,} tokens" if 0 < n_read < n_prompt and out.isatty() else ""
+        if line != shown:
+            out.write(f"\r{' ' * len(shown)}\r{line}" if shown else line)
+            out.flush()
+            shown = line
+
+    try:
+        yield show
+    finally:
+        show(0, 0)
+
+
 class PlainAnswer:
     """Writes an answer as the model does."""
 

@@ -23,7 +23,7 @@ import pytest
 
 import qengine
 from cli import terminal
-from cli.chat import COMMANDS, Chat, speeds_of, transcript
+from cli.chat import COMMANDS, Chat, print_answer, speeds_of, transcript
 from cli.engines import Wishes
 from cli.terminal import ShownAnswer, Wrapped, append_history, read_history
 from engine.request import Answer, Delta, Request, deltas_of
@@ -141,6 +141,25 @@ def press_ctrl_c(monkeypatch, engine, after):
         return generation
 
     monkeypatch.setattr(engine, "submit", begun)
+
+
+def test_a_line_says_how_far_a_prompt_is_read(monkeypatch):
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    monkeypatch.setattr(sys, "stdout", Terminal())
+    engine = PacedEngine("An answer.", delay=1.0, is_reading=True)
+    print_answer(engine, Request([1] * 1500))
+    lines = re.findall(r"reading ([\d,]+) of 1,500 tokens", sys.stderr.getvalue())
+    read = [int(n.replace(",", "")) for n in lines]
+    assert 2 <= len(read) and read == sorted(set(read)) and 0 < read[0] and read[-1] < 1500
+    _, last, after = sys.stderr.getvalue().rpartition(f"reading {lines[-1]} of 1,500 tokens")
+    assert re.match(rf"\r {{{len(last)}}}\r.*prompt 1500 tokens", after)       # wiped, then the speeds
+    assert sys.stdout.getvalue() == "An answer.\n"
+
+
+def test_no_line_says_so_in_a_file(capsys):
+    engine = PacedEngine("An answer.", delay=0.7, is_reading=True)
+    print_answer(engine, Request([1] * 1500))
+    assert "reading" not in capsys.readouterr().err
 
 
 # ---- commands ----------------------------------------------------------------------------------------------
