@@ -13,7 +13,7 @@ from api.chat import boundaries, check_budget
 from api.reply import opening_of
 from engine.images import PAD, Picture, Reader, prompt_fields
 from engine.limits import DEFAULT_MODEL, DEFAULT_PICTURE
-from engine.request import ModelError, Request, RequestError
+from engine.request import ContextExceeded, ModelError, Request, RequestError
 from engine.sight import BLIND, limits_for
 from engine.talk import part_of, picture_of, pictures_in
 from engine.tokenizer import encode_prompt
@@ -23,11 +23,14 @@ from .interrupts import interruptible
 from .terminal import answer_writer, line_editing, reading_line, remark
 
 LOOK_SECONDS = 0.25         # between two looks how far a prompt is read
+LONGER = "--ctx N makes room for more"
+WAYS_OUT = f"/clear begins anew; {LONGER}"
 
 
-def print_answer(engine, request: Request, opening: str = "content") -> tuple[str, bool]:
+def print_answer(engine, request: Request, opening: str = "content", ways_out: str = LONGER) -> tuple[str, bool]:
     """Generates and prints text as it comes, then the speed; returns (text, was it stopped by Ctrl-C?). Raises
-    KeyboardInterrupt where Ctrl-C came before the first token. opening: how the answer begins, see api/reply.py."""
+    KeyboardInterrupt where Ctrl-C came before the first token. opening: how the answer begins, see api/reply.py.
+    ways_out: what helps where the context was full."""
     generation, writer = engine.submit(request), answer_writer(engine.tokenizer, opening)
     pieces, interrupted = [], False
     try:
@@ -46,7 +49,18 @@ def print_answer(engine, request: Request, opening: str = "content") -> tuple[st
         writer.end()
     if pieces:
         remark(speeds_of(generation) + "; stopped" * interrupted)
+        if generation.finish_reason == "length" and generation.n_prompt + generation.n_generated >= engine.n_ctx:
+            remark(f"the answer was cut: the context of {engine.n_ctx:,} tokens is full ({ways_out})")
     return "".join(pieces), interrupted
+
+
+@contextlib.contextmanager
+def naming(ways_out: str):
+    """The sentence about a prompt that is too long, raised in the `with` body, also says what helps."""
+    try:
+        yield
+    except ContextExceeded as error:
+        raise RequestError(error.field, f"{error} ({ways_out})") from None
 
 
 def speeds_of(generation) -> str:
@@ -110,9 +124,10 @@ def run_prompt(model: qengine.OpenModel, options, sampling: dict, wishes: Wishes
         text = wishes.render(model, with_system(options.system, messages))
         opening = opening_for(model, text, wishes.thinking)
         sampling = with_bounds(sampling, model, opening)
-    ids = encode_prompt(model.tokenizer, text, n_ctx)
-    request = Request(**prompt_fields(ids, pictures_in(messages), eyes), **sampling)
-    request.check(model.config.n_vocab, n_ctx)
+    with naming(LONGER):
+        ids = encode_prompt(model.tokenizer, text, n_ctx)
+        request = Request(**prompt_fields(ids, pictures_in(messages), eyes), **sampling)
+        request.check(model.config.n_vocab, n_ctx)
     with contextlib.closing(load_engine(model, options)) as engine, traced(engine, options):
         _, interrupted = print_answer(engine, request, opening)
     return 130 if interrupted else 0
@@ -204,8 +219,10 @@ class Chat:
             prompt = self.wishes.render(engine, messages)
             opening = opening_for(engine, prompt, self.wishes.thinking)
             sampling = with_bounds(self.sampling, engine, opening)
-            request = Request(**prompt_fields(engine.encode(prompt), pictures_in(messages), engine.eyes), **sampling)
-            answer, _ = print_answer(engine, request, opening)
+            with naming(WAYS_OUT):
+                ids = engine.encode(prompt)
+                request = Request(**prompt_fields(ids, pictures_in(messages), engine.eyes), **sampling)
+                answer, _ = print_answer(engine, request, opening, WAYS_OUT)
         except RequestError as error:           # for example, the conversation has outgrown the context
             qengine.note(f"qengine: {error}")
         except KeyboardInterrupt:               # before the answer began

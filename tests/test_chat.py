@@ -3,6 +3,7 @@
 What a person sees is tested through a pseudo-terminal: a process of its own whose three streams are one.
 """
 
+import bisect
 import dataclasses
 import fcntl
 import io
@@ -196,6 +197,27 @@ def test_the_system_message_is_a_part_of_each_prompt(capsys, loaded, monkeypatch
     assert "Answer in verse." in prompts[2] and "one" not in prompts[2] and "two" not in prompts[2]
     run(capsys, "-m", MODEL, "--max-tokens", "4", *GREEDY, "-p", "hi", "--system", "Be brief.")
     assert "Be brief." in prompts[3]
+
+
+def test_a_full_context_names_the_ways_out(capsys):
+    engine, ways_out = tiny_engine(), "(/clear begins anew; --ctx N makes room for more)"
+    chat = Chat(engine, {"ignore_eos": True}, Wishes(None, {}))
+
+    def n_prompt(n):
+        return len(engine.encode(chat.wishes.render(engine, [{"role": "user", "content": " 7" * n}])))
+
+    most = bisect.bisect_right(range(engine.n_ctx), engine.n_ctx - 8, key=n_prompt) - 1
+    chat.answer(" 7" * most)
+    assert f"cut: the context of {engine.n_ctx:,} tokens is full {ways_out}\n" in capsys.readouterr().err
+    chat.answer("more")
+    assert f"and the answer needs at least one more. {ways_out}\n" in capsys.readouterr().err
+    code, out, err = run(capsys, "-m", MODEL, "--ctx", "128", "-p", "word " * 200)
+    assert (code, out) == (2, "") and err.endswith("needs at least one more. (--ctx N makes room for more)\n")
+
+
+def test_an_answer_that_was_cut_at_its_limit_has_room(capsys, loaded, monkeypatch):  # noqa: F811
+    type_in(monkeypatch, "hi")
+    assert "is full" not in run(capsys, *CHAT)[2]
 
 
 def test_a_system_message_needs_a_template(capsys, loaded, monkeypatch):  # noqa: F811
