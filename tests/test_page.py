@@ -81,6 +81,7 @@ $$
 $\nonsense{$
 """
 ANSWERS = {"markdown": MARKDOWN, "evil": EVIL, "long": LONG, "weather": CALL, "rich": RICH}
+WELL = {"status": "ok", "model": "m", "kind": "text"}        # what /health says
 KEPT = """Object.keys(localStorage).filter(key => key.startsWith("qengine/chat/"))
     .map(key => JSON.parse(localStorage.getItem(key)))"""        # the conversations that the browser keeps
 
@@ -1025,8 +1026,8 @@ def test_a_model_that_cannot_be_loaded(open_page):
 def test_a_model_that_is_put_away(page):
     """It is loaded when somebody asks; then the page looks again at what it can do."""
     states = ["unloaded", "loaded"]
-    page.route("**/health", lambda route: route.fulfill(json={
-        "status": "ok", "model": "m", "kind": "text", "state": states[0], "counts_pipes": states[0] == "loaded"}))
+    page.route("**/health", lambda route: route.fulfill(json=WELL | {
+        "state": states[0], "counts_pipes": states[0] == "loaded"}))
     page.reload()
     expect(page.get_by_role("heading", name="qengine")).to_contain_text("m, loaded when you ask")
     expect(button(page, "Pipes")).not_to_be_visible()
@@ -1234,7 +1235,7 @@ def test_a_bar_says_how_much_of_a_prompt_is_read(page, engine):
 
 def test_where_the_experts_of_an_answer_were(page):
     asked = []
-    page.route("**/health", lambda route: route.fulfill(json={"status": "ok", "model": "m", "kind": "text", "counts_experts": True}))
+    page.route("**/health", lambda route: route.fulfill(json=WELL | {"counts_experts": True}))
     page.route("**/experts", lambda route: asked.append(1) or route.fulfill(
         json={"hits": 100 + 75 * len(asked), "used": 1000 + 100 * len(asked)}))
     page.reload()
@@ -1250,7 +1251,7 @@ PIPES = {"tokens": 1, "launches": 46, "pipes": {"dp4a": 300, "integer": 600, "ba
 def test_the_bar_of_pipes_asks_only_while_it_is_shown_and_something_runs(page, engine):
     asked = []
     expect(button(page, "Pipes")).not_to_be_visible()           # the card of this engine counts nothing
-    page.route("**/health", lambda route: route.fulfill(json={"status": "ok", "model": "m", "kind": "text", "counts_pipes": True}))
+    page.route("**/health", lambda route: route.fulfill(json=WELL | {"counts_pipes": True}))
     page.route("**/pipes", lambda route: asked.append(1) or route.fulfill(json=PIPES))
     page.reload()
     say(page, "hello")
@@ -1273,7 +1274,7 @@ def test_the_bar_of_pipes_asks_only_while_it_is_shown_and_something_runs(page, e
 def test_an_answer_that_was_not_counted_says_so(page):
     """The server has counted nothing yet when a short answer is over."""
     told = []
-    page.route("**/health", lambda route: route.fulfill(json={"status": "ok", "model": "m", "kind": "text", "counts_pipes": True}))
+    page.route("**/health", lambda route: route.fulfill(json=WELL | {"counts_pipes": True}))
     page.route("**/pipes", lambda route: route.fulfill(json=told[0]) if told else route.fulfill(status=204))
     page.reload()
     button(page, "Pipes").click()
@@ -1294,7 +1295,7 @@ def test_an_answer_that_was_not_counted_says_so(page):
 def test_a_step_that_was_counted_after_an_answer_is_not_shown_below_it(page):
     """The server waits for a step; here it is one of somebody else."""
     held, is_over = [], []
-    page.route("**/health", lambda route: route.fulfill(json={"status": "ok", "model": "m", "kind": "text", "counts_pipes": True}))
+    page.route("**/health", lambda route: route.fulfill(json=WELL | {"counts_pipes": True}))
     page.route("**/pipes", lambda route: route.fulfill(json=PIPES) if is_over else held.append(route))
     page.reload()
     button(page, "Pipes").click()

@@ -93,7 +93,8 @@ async function watchHealth() {
 function showModel() {
   if (!health) return;
   const shown = modelOf(chat) ?? health, states = {unloaded: ", loaded when you ask", failed: ", has failed"};
-  const trouble = {lost: "is not reachable", loading: "loading the model …", draining: "is shutting down"}[health.status];
+  const troubles = {lost: "is not reachable", loading: "loading the model …", draining: "is shutting down"};
+  const trouble = troubles[health.status];
   const line = trouble ?? shown.error ?? shown.model + (states[shown.state] ?? "");
   $("health").textContent = $("health").title = line;
   $("health").classList.toggle("wrong", health.status === "lost" || !trouble && Boolean(shown.error));
