@@ -1150,6 +1150,18 @@ def test_a_conversation_longer_than_the_context(page, engine):
     expect(page.get_by_role("alert")).to_contain_text("maximum context length")
 
 
+def test_the_settings_have_a_field_for_the_key_where_one_is_wanted(open_page, engine):
+    """Before any message was refused; and nowhere else."""
+    wanting, free = open_page(app=app_of(engine, keys=["secret"])), open_page(app=app_of(engine))
+    button(wanting, "Settings").click()
+    wanting.get_by_label("API key").fill("secret")
+    button(wanting, "Done").click()
+    say(wanting, "hello")
+    expect(answers(wanting)).to_contain_text("You said hello.")
+    button(free, "Settings").click()
+    expect(free.get_by_label("API key")).to_be_hidden()
+
+
 def test_a_server_that_asks_for_a_key(open_page, engine):
     page = open_page(app=app_of(engine, keys=["secret"]))
     say(page, "hello")

@@ -6,6 +6,7 @@ const headers = () => ({"Content-Type": "application/json", ...apiKey && {Author
 /** What is asked of the server, GET, as JSON; null where it says nothing. */
 async function ask(path, signal) {
   const response = await fetch(path, {headers: headers(), signal}).catch(() => null);
+  if (response?.status === 401) $("key-field").hidden = false;
   return response?.status === 200 ? response.json().catch(() => null) : null;
 }
 
