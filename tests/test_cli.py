@@ -326,7 +326,7 @@ def test_penalties(capsys, loaded):
 @pytest.mark.parametrize("arguments", [("-p", "hi"), ("--chat",)], ids=str)
 def test_a_card_that_fails_while_it_answers(capsys, loaded, monkeypatch, arguments):
     class Failing(Generation):
-        def __iter__(self):
+        def listen(self, patience=None):
             yield Delta(1, "text so far")
             raise EngineStopped("the engine has stopped: the card fell off the bus")
 
