@@ -1,6 +1,6 @@
 """What a terminal adds to a conversation: line editing with a history, wrapped words, and thoughts that look like ones.
 
-Answers that go to a file or a pipe are the model's own text, letter by letter.
+An answer that goes to a file or a pipe is the model's own text, letter by letter. Its thoughts go to stderr.
 """
 
 import contextlib
@@ -208,13 +208,25 @@ def reading_line():
 
 
 class PlainAnswer:
-    """Writes an answer as the model does."""
+    """Writes an answer as the model does, and its thoughts to stderr."""
+
+    def __init__(self, tokenizer, opening: str):
+        """opening: how the answer begins, see api/reply.py. One that holds no thoughts is written as it is."""
+        self.reply = None if opening == "content" else Reply(tokenizer, opening)
+        self.in_thoughts = False
 
     def push(self, delta):
-        print(delta.text, end="", flush=True)
+        if self.reply is None:
+            print(delta.text, end="", flush=True)
+            return
+        for part in self.reply.push(delta):
+            if self.in_thoughts and not isinstance(part, Thought):
+                print(file=sys.stderr)
+            self.in_thoughts = isinstance(part, Thought)
+            print(part.text, end="", flush=True, file=sys.stderr if self.in_thoughts else sys.stdout)
 
     def end(self):
-        print()
+        print(file=sys.stderr if self.in_thoughts else sys.stdout)
 
 
 class ShownAnswer:
@@ -249,4 +261,4 @@ class ShownAnswer:
 
 def answer_writer(tokenizer, opening: str):
     """What writes an answer to stdout: has push(delta) and end()."""
-    return ShownAnswer(tokenizer, opening) if sys.stdout.isatty() else PlainAnswer()
+    return (ShownAnswer if sys.stdout.isatty() else PlainAnswer)(tokenizer, opening)

@@ -26,7 +26,7 @@ import qengine
 from cli import terminal
 from cli.chat import COMMANDS, Chat, print_answer, speeds_of, transcript
 from cli.engines import Wishes
-from cli.terminal import ShownAnswer, Wrapped, append_history, read_history
+from cli.terminal import ShownAnswer, Wrapped, answer_writer, append_history, read_history
 from engine.request import Answer, Delta, Request, deltas_of
 from engine.tokenizer import ByteTokenizer
 from tests.paced import PacedEngine
@@ -329,6 +329,20 @@ def test_thoughts_are_shown_as_such(monkeypatch):
     assert shown(monkeypatch, "Yes, really.", "content", True) == "Yes, really.\n"
     assert shown(monkeypatch, "\x1b]52;c;eA==\x07", "content", True) == "\u241b]52;c;eA==\u2407\n"    # to no clipboard
     assert shown(monkeypatch, "still thinking", "thought", True) == "\x1b[2m[thinking]\nstill thinking\x1b[0m\n"
+
+
+@pytest.mark.parametrize("text, opening, out, err", [
+    ("hm\n</think>\n\nYes.", "thought", "Yes.\n", "hm\n"),
+    ("<think>\nhm\n</think>\n\nYes.", "either", "Yes.\n", "hm\n"),
+    ("Yes,\n</think>.", "content", "Yes,\n</think>.\n", ""), ("still thinking", "thought", "", "still thinking\n")])
+def test_thoughts_go_beside_an_answer_in_a_file(capsys, text, opening, out, err):
+    tokenizer = ByteTokenizer(512)
+    answer = answer_writer(tokenizer, opening)
+    ids = tokenizer.encode(text, allow_special=False)
+    for i, (token, letter) in enumerate(zip(ids, text, strict=True)):
+        answer.push(Delta(token, letter, "stop" if i + 1 == len(ids) else None))
+    answer.end()
+    assert tuple(capsys.readouterr()) == (out, err)
 
 
 # ---- speeds ------------------------------------------------------------------------------------------------
