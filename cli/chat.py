@@ -1,6 +1,7 @@
 """One answer, or a conversation, on the terminal. Answers go to stdout, all else to stderr."""
 
 import contextlib
+import dataclasses
 import os
 import re
 import sys
@@ -256,6 +257,14 @@ class Chat:
             self.system = text
         qengine.note(f"system: {self.system}" if self.system else "There is no system message.")
 
+    def set_thinking(self, said: str):
+        if said not in ("", *THINKING):
+            raise RequestError("thinking", "/thinking takes on or off")
+        if said:
+            self.wishes = dataclasses.replace(self.wishes, thinking=THINKING[said])
+        now = {thinks: word for word, thinks in THINKING.items()}.get(self.wishes.thinking, "as the template has it")
+        qengine.note(f"thinking: {now}")
+
     def clear(self, _):
         self.messages, self.waiting = [], []
         qengine.note("A new conversation.")
@@ -279,11 +288,13 @@ class Command(NamedTuple):
 
 
 COMMAND = re.compile("/[a-z]+")
+THINKING = {"on": True, "off": False}
 COMMANDS = {"/help": Command("", "list the commands", Chat.help),
             "/system": Command("TEXT", "set the system message, or show it", Chat.set_system),
+            "/thinking": Command("on|off", "say whether the model thinks from now on, or show it", Chat.set_thinking),
             "/image": Command("FILE", "show a picture with the next message", Chat.show_picture),
             "/clear": Command("", "begin a new conversation; the system message stays", Chat.clear),
-            "/save": Command("FILE", "write the conversation into a new file, as Markdown", Chat.save),
+            "/save": Command("FILE", "write the conversation into a new file, as Markdown for reading", Chat.save),
             "/exit": Command("", "leave, as Ctrl-D does", None)}
 
 

@@ -220,6 +220,17 @@ def test_an_answer_that_was_cut_at_its_limit_has_room(capsys, loaded, monkeypatc
     assert "is full" not in run(capsys, *CHAT)[2]
 
 
+def test_thinking_is_switched_within_a_conversation(capsys, loaded, monkeypatch):  # noqa: F811
+    prompts = prompts_of(monkeypatch)
+    type_in(monkeypatch, "/thinking", "/thinking off", "one", "/thinking on", "two", "/thinking maybe", "/thinking")
+    code, _, err = run(capsys, *CHAT)
+    assert code == 0 and ["</think>" in prompt.rsplit("assistant", 1)[1] for prompt in prompts] == [True, False]
+    assert prompts[1].count("one") == 1                         # of the same conversation
+    said = [line for line in err.splitlines() if "thinking" in line]
+    assert said == ["thinking: as the template has it", "thinking: off", "thinking: on",
+                    "qengine: /thinking takes on or off", "thinking: on"]
+
+
 def test_a_system_message_needs_a_template(capsys, loaded, monkeypatch):  # noqa: F811
     model = dataclasses.replace(qengine.open_model(MODEL), template=None)
     monkeypatch.setattr(qengine, "open_model", lambda _: model)
