@@ -111,10 +111,9 @@ def apply_template(service, body: dict):
 
 def health(service):
     """Whether the first model can answer, and why not. Of each card: its name, and its first and last layer. Of the
-    models beside it: what they are, where, whether they are loaded, and why one has failed; the others go on. sees: how
-    many pixels of a picture the first model takes, and how many pictures of a request, if it takes any. replicas: of a
-    model on several machines. A first model that is not loaded has no cards, and `refused` where its last load has just
-    failed: why."""
+    models beside it the same, under `side`; where one has failed, the others go on. sees: how many pixels of a picture
+    a model takes, and how many pictures of a request, if it takes any. replicas: of a model on several machines. One
+    that is not loaded has no cards, and `refused` where its last load has just failed: why."""
     lost = {"lost": [told_of(fault) for fault in service.lost]} if service.lost else {}
     if service.is_draining:
         return {"status": "draining"}, 503
@@ -128,21 +127,22 @@ def health_of(first: Served, *others: Served, lost: dict):
     """The same of models that stay as they are meanwhile, of a server that works."""
     engine, beside = first.engine, {"side": [described(one) for one in others]} if others else {}
     if engine is not None and engine.reason is not None:
-        return {"status": "error", **failure_of(engine), **beside}, 503
-    if limits := first.facts.limits:
-        beside["sees"] = {"pixels": limits.max_tokens * images.BLOCK**2, "pictures": limits.most_pictures}
-    return {"status": "ok", **described(first), **beside, **lost,
-            "counts_pipes": engine is not None and engine.kind == "text" and engine.counts_pipes,
-            "counts_experts": engine is not None and experts_used(engine) is not None}
+        return {"status": "error", **described(first), **beside}, 503
+    return {"status": "ok", **described(first), **beside, **lost}
 
 
 def described(served: Served) -> dict:
-    """What a model is, whether it is loaded, and where, or why it could not be loaded a moment ago."""
+    """What a model is, whether it is loaded, and where, or why it could not be loaded a moment ago; what it sees, and
+    what can be counted of its answers."""
     engine = served.engine
     where = {"cards": [], **refusal_of(served)} if engine is None else {"cards": cards_of(engine), **failure_of(engine)}
     if engine is not None and engine.replicas:
         where["replicas"] = [replica_told(one) for one in engine.replicas]
-    return {"model": served.name, "kind": served.kind, "state": served.state, **where}
+    if limits := served.facts.limits:
+        where["sees"] = {"pixels": limits.max_tokens * images.BLOCK**2, "pictures": limits.most_pictures}
+    return {"model": served.name, "kind": served.kind, "state": served.state, **where,
+            "counts_pipes": engine is not None and engine.kind == "text" and engine.counts_pipes,
+            "counts_experts": engine is not None and experts_used(engine) is not None}
 
 
 def refusal_of(served: Served) -> dict:

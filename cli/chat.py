@@ -1,6 +1,7 @@
 """One answer, or a conversation, on the terminal. Answers go to stdout, all else to stderr."""
 
 import contextlib
+import dataclasses
 import os
 import re
 import sys
@@ -13,33 +14,54 @@ from api.chat import boundaries, check_budget
 from api.reply import opening_of
 from engine.images import PAD, Picture, Reader, prompt_fields
 from engine.limits import DEFAULT_MODEL, DEFAULT_PICTURE
-from engine.request import ModelError, Request, RequestError
+from engine.request import ContextExceeded, ModelError, Request, RequestError
 from engine.sight import BLIND, limits_for
 from engine.talk import part_of, picture_of, pictures_in
 from engine.tokenizer import encode_prompt
 
 from .engines import Wishes, load_engine, traced
 from .interrupts import interruptible
-from .terminal import answer_writer, line_editing, remark
+from .terminal import answer_writer, line_editing, reading_line, remark
+
+LOOK_SECONDS = 0.25         # between two looks how far a prompt is read
+LONGER = "--ctx N makes room for more"
+WAYS_OUT = f"/clear begins anew; {LONGER}"
 
 
-def print_answer(engine, request: Request, opening: str = "content") -> tuple[str, bool]:
-    """Generates and prints text as it comes, then the speed; returns (text, was it stopped by Ctrl-C?). opening: how
-    the answer begins, see api/reply.py."""
+def print_answer(engine, request: Request, opening: str = "content", ways_out: str = LONGER) -> tuple[str, bool]:
+    """Generates and prints text as it comes, then the speed; returns (text, was it stopped by Ctrl-C?). Raises
+    KeyboardInterrupt where Ctrl-C came before the first token. opening: how the answer begins, see api/reply.py.
+    ways_out: what helps where the context was full."""
     generation, writer = engine.submit(request), answer_writer(engine.tokenizer, opening)
     pieces, interrupted = [], False
     try:
-        for delta in generation:
-            pieces.append(delta.text)
-            writer.push(delta)
+        with reading_line() as show:
+            for delta in generation.listen(LOOK_SECONDS):
+                show(0 if delta or pieces else generation.n_read, generation.n_prompt)
+                if delta:
+                    pieces.append(delta.text)
+                    writer.push(delta)
     except KeyboardInterrupt:
+        if not pieces:
+            raise
         interrupted = True
     finally:
         generation.cancel()
         writer.end()
     if pieces:
-        remark(speeds_of(generation))
+        remark(speeds_of(generation) + "; stopped" * interrupted)
+        if generation.finish_reason == "length" and generation.n_prompt + generation.n_generated >= engine.n_ctx:
+            remark(f"the answer was cut: the context of {engine.n_ctx:,} tokens is full ({ways_out})")
     return "".join(pieces), interrupted
+
+
+@contextlib.contextmanager
+def naming(ways_out: str):
+    """The sentence about a prompt that is too long, raised in the `with` body, also says what helps."""
+    try:
+        yield
+    except ContextExceeded as error:
+        raise RequestError(error.field, f"{error} ({ways_out})") from None
 
 
 def speeds_of(generation) -> str:
@@ -103,9 +125,10 @@ def run_prompt(model: qengine.OpenModel, options, sampling: dict, wishes: Wishes
         text = wishes.render(model, with_system(options.system, messages))
         opening = opening_for(model, text, wishes.thinking)
         sampling = with_bounds(sampling, model, opening)
-    ids = encode_prompt(model.tokenizer, text, n_ctx)
-    request = Request(**prompt_fields(ids, pictures_in(messages), eyes), **sampling)
-    request.check(model.config.n_vocab, n_ctx)
+    with naming(LONGER):
+        ids = encode_prompt(model.tokenizer, text, n_ctx)
+        request = Request(**prompt_fields(ids, pictures_in(messages), eyes), **sampling)
+        request.check(model.config.n_vocab, n_ctx)
     with contextlib.closing(load_engine(model, options)) as engine, traced(engine, options):
         _, interrupted = print_answer(engine, request, opening)
     return 130 if interrupted else 0
@@ -190,19 +213,22 @@ class Chat:
     def answer(self, text: str):
         """Answers a message, which becomes a part of the conversation unless that fails."""
         engine, said = self.engine, message_of(text, self.waiting)
-        self.waiting = []
+        shown, self.waiting = self.waiting, []
         messages = with_system(self.system, [*self.messages, said])
         try:
             check_text(text)
             prompt = self.wishes.render(engine, messages)
             opening = opening_for(engine, prompt, self.wishes.thinking)
             sampling = with_bounds(self.sampling, engine, opening)
-            request = Request(**prompt_fields(engine.encode(prompt), pictures_in(messages), engine.eyes), **sampling)
-            answer, _ = print_answer(engine, request, opening)
+            with naming(WAYS_OUT):
+                ids = engine.encode(prompt)
+                request = Request(**prompt_fields(ids, pictures_in(messages), engine.eyes), **sampling)
+                answer, _ = print_answer(engine, request, opening, WAYS_OUT)
         except RequestError as error:           # for example, the conversation has outgrown the context
             qengine.note(f"qengine: {error}")
         except KeyboardInterrupt:               # before the answer began
-            pass
+            self.waiting = shown
+            qengine.note("stopped; the message is taken back")
         else:
             self.messages += said, remembered(answer)
 
@@ -231,6 +257,14 @@ class Chat:
             self.system = text
         qengine.note(f"system: {self.system}" if self.system else "There is no system message.")
 
+    def set_thinking(self, said: str):
+        if said not in ("", *THINKING):
+            raise RequestError("thinking", "/thinking takes on or off")
+        if said:
+            self.wishes = dataclasses.replace(self.wishes, thinking=THINKING[said])
+        now = {thinks: word for word, thinks in THINKING.items()}.get(self.wishes.thinking, "as the template has it")
+        qengine.note(f"thinking: {now}")
+
     def clear(self, _):
         self.messages, self.waiting = [], []
         qengine.note("A new conversation.")
@@ -254,11 +288,13 @@ class Command(NamedTuple):
 
 
 COMMAND = re.compile("/[a-z]+")
+THINKING = {"on": True, "off": False}
 COMMANDS = {"/help": Command("", "list the commands", Chat.help),
             "/system": Command("TEXT", "set the system message, or show it", Chat.set_system),
+            "/thinking": Command("on|off", "say whether the model thinks from now on, or show it", Chat.set_thinking),
             "/image": Command("FILE", "show a picture with the next message", Chat.show_picture),
             "/clear": Command("", "begin a new conversation; the system message stays", Chat.clear),
-            "/save": Command("FILE", "write the conversation into a new file, as Markdown", Chat.save),
+            "/save": Command("FILE", "write the conversation into a new file, as Markdown for reading", Chat.save),
             "/exit": Command("", "leave, as Ctrl-D does", None)}
 
 

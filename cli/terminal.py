@@ -1,6 +1,6 @@
 """What a terminal adds to a conversation: line editing with a history, wrapped words, and thoughts that look like ones.
 
-Answers that go to a file or a pipe are the model's own text, letter by letter.
+An answer that goes to a file or a pipe is the model's own text, letter by letter. Its thoughts go to stderr.
 """
 
 import contextlib
@@ -187,14 +187,46 @@ def remark(text: str):
     out.flush()
 
 
+@contextlib.contextmanager
+def reading_line():
+    """While the `with` body runs, a line on the terminal says how far a prompt is read. Yields show(n_read, n_prompt),
+    which writes it anew, and wipes it once all is read; so does the end of the body."""
+    out, shown = sys.stderr, ""
+
+    def show(n_read, n_prompt):
+        nonlocal shown
+        line = f"reading {n_read:,} of {n_prompt:,} tokens" if 0 < n_read < n_prompt and out.isatty() else ""
+        if line != shown:
+            out.write(f"\r{' ' * len(shown)}\r{line}" if shown else line)
+            out.flush()
+            shown = line
+
+    try:
+        yield show
+    finally:
+        show(0, 0)
+
+
 class PlainAnswer:
-    """Writes an answer as the model does."""
+    """Writes an answer as the model does, and its thoughts to stderr."""
+
+    def __init__(self, tokenizer, opening: str):
+        """opening: how the answer begins, see api/reply.py. One that holds no thoughts is written as it is."""
+        self.reply = None if opening == "content" else Reply(tokenizer, opening)
+        self.in_thoughts = False
 
     def push(self, delta):
-        print(delta.text, end="", flush=True)
+        if self.reply is None:
+            print(delta.text, end="", flush=True)
+            return
+        for part in self.reply.push(delta):
+            if self.in_thoughts and not isinstance(part, Thought):
+                print(file=sys.stderr)
+            self.in_thoughts = isinstance(part, Thought)
+            print(part.text, end="", flush=True, file=sys.stderr if self.in_thoughts else sys.stdout)
 
     def end(self):
-        print()
+        print(file=sys.stderr if self.in_thoughts else sys.stdout)
 
 
 class ShownAnswer:
@@ -229,4 +261,4 @@ class ShownAnswer:
 
 def answer_writer(tokenizer, opening: str):
     """What writes an answer to stdout: has push(delta) and end()."""
-    return ShownAnswer(tokenizer, opening) if sys.stdout.isatty() else PlainAnswer()
+    return (ShownAnswer if sys.stdout.isatty() else PlainAnswer)(tokenizer, opening)

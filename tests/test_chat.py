@@ -3,9 +3,11 @@
 What a person sees is tested through a pseudo-terminal: a process of its own whose three streams are one.
 """
 
+import bisect
 import dataclasses
 import fcntl
 import io
+import itertools
 import json
 import os
 import pty
@@ -22,11 +24,12 @@ import pytest
 
 import qengine
 from cli import terminal
-from cli.chat import COMMANDS, Chat, speeds_of, transcript
+from cli.chat import COMMANDS, Chat, print_answer, speeds_of, transcript
 from cli.engines import Wishes
-from cli.terminal import ShownAnswer, Wrapped, append_history, read_history
-from engine.request import Answer, Delta, Request
+from cli.terminal import ShownAnswer, Wrapped, answer_writer, append_history, read_history
+from engine.request import Answer, Delta, Request, deltas_of
 from engine.tokenizer import ByteTokenizer
+from tests.paced import PacedEngine
 from tests.test_cli import GREEDY, PATIENCE, loaded, run  # noqa: F401  a fixture
 from tests.tiny import MODEL, ROOT, tiny_engine
 
@@ -104,6 +107,62 @@ def test_a_conversation_at_a_terminal(tmp_path):
     assert (tmp_path / "qengine" / "history").stat().st_mode & 0o777 == 0o600
 
 
+def test_a_message_that_is_stopped_while_it_is_read_is_taken_back(capsys, monkeypatch):
+    engine = PacedEngine("An answer.", delay=30)
+    chat = Chat(engine, {}, Wishes(None, {}))
+    chat.waiting = shown = ["a picture"]
+    monkeypatch.setattr("cli.chat.message_of", lambda text, pictures: {"role": "user", "content": text})
+    press_ctrl_c(monkeypatch, engine, after=0)
+    chat.answer("a wrong paste")
+    assert chat.messages == [] and chat.waiting is shown and engine.generations[0].cancelled
+    assert "stopped; the message is taken back" in capsys.readouterr().err
+
+
+def test_an_answer_that_is_stopped_stays(capsys, monkeypatch):
+    engine = PacedEngine("An answer of many words.", pace=0.01)
+    chat = Chat(engine, {}, Wishes(None, {}))
+    press_ctrl_c(monkeypatch, engine, after=9)
+    chat.answer("hello")
+    said, answer = chat.messages
+    assert said["content"] == "hello" and answer["content"].startswith("An answer")
+    assert "; stopped" in capsys.readouterr().err
+
+
+def press_ctrl_c(monkeypatch, engine, after):
+    """Interrupts whoever reads an answer of the engine behind so many of its tokens."""
+    submit = engine.submit
+
+    def listen(generation, patience=None):
+        yield from itertools.islice(deltas_of([generation]), after)
+        raise KeyboardInterrupt
+
+    def begun(request):
+        generation = submit(request)
+        generation.listen = lambda patience=None: (said and said[1] for said in listen(generation))
+        return generation
+
+    monkeypatch.setattr(engine, "submit", begun)
+
+
+def test_a_line_says_how_far_a_prompt_is_read(monkeypatch):
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    monkeypatch.setattr(sys, "stdout", Terminal())
+    engine = PacedEngine("An answer.", delay=1.0, is_reading=True)
+    print_answer(engine, Request([1] * 1500))
+    lines = re.findall(r"reading ([\d,]+) of 1,500 tokens", sys.stderr.getvalue())
+    read = [int(n.replace(",", "")) for n in lines]
+    assert 2 <= len(read) and read == sorted(set(read)) and 0 < read[0] and read[-1] < 1500
+    _, last, after = sys.stderr.getvalue().rpartition(f"reading {lines[-1]} of 1,500 tokens")
+    assert re.match(rf"\r {{{len(last)}}}\r.*prompt 1500 tokens", after)       # wiped, then the speeds
+    assert sys.stdout.getvalue() == "An answer.\n"
+
+
+def test_no_line_says_so_in_a_file(capsys):
+    engine = PacedEngine("An answer.", delay=0.7, is_reading=True)
+    print_answer(engine, Request([1] * 1500))
+    assert "reading" not in capsys.readouterr().err
+
+
 # ---- commands ----------------------------------------------------------------------------------------------
 
 
@@ -138,6 +197,38 @@ def test_the_system_message_is_a_part_of_each_prompt(capsys, loaded, monkeypatch
     assert "Answer in verse." in prompts[2] and "one" not in prompts[2] and "two" not in prompts[2]
     run(capsys, "-m", MODEL, "--max-tokens", "4", *GREEDY, "-p", "hi", "--system", "Be brief.")
     assert "Be brief." in prompts[3]
+
+
+def test_a_full_context_names_the_ways_out(capsys):
+    engine, ways_out = tiny_engine(), "(/clear begins anew; --ctx N makes room for more)"
+    chat = Chat(engine, {"ignore_eos": True}, Wishes(None, {}))
+
+    def n_prompt(n):
+        return len(engine.encode(chat.wishes.render(engine, [{"role": "user", "content": " 7" * n}])))
+
+    most = bisect.bisect_right(range(engine.n_ctx), engine.n_ctx - 8, key=n_prompt) - 1
+    chat.answer(" 7" * most)
+    assert f"cut: the context of {engine.n_ctx:,} tokens is full {ways_out}\n" in capsys.readouterr().err
+    chat.answer("more")
+    assert f"and the answer needs at least one more. {ways_out}\n" in capsys.readouterr().err
+    code, out, err = run(capsys, "-m", MODEL, "--ctx", "128", "-p", "word " * 200)
+    assert (code, out) == (2, "") and err.endswith("needs at least one more. (--ctx N makes room for more)\n")
+
+
+def test_an_answer_that_was_cut_at_its_limit_has_room(capsys, loaded, monkeypatch):  # noqa: F811
+    type_in(monkeypatch, "hi")
+    assert "is full" not in run(capsys, *CHAT)[2]
+
+
+def test_thinking_is_switched_within_a_conversation(capsys, loaded, monkeypatch):  # noqa: F811
+    prompts = prompts_of(monkeypatch)
+    type_in(monkeypatch, "/thinking", "/thinking off", "one", "/thinking on", "two", "/thinking maybe", "/thinking")
+    code, _, err = run(capsys, *CHAT)
+    assert code == 0 and ["</think>" in prompt.rsplit("assistant", 1)[1] for prompt in prompts] == [True, False]
+    assert prompts[1].count("one") == 1                         # of the same conversation
+    said = [line for line in err.splitlines() if "thinking" in line]
+    assert said == ["thinking: as the template has it", "thinking: off", "thinking: on",
+                    "qengine: /thinking takes on or off", "thinking: on"]
 
 
 def test_a_system_message_needs_a_template(capsys, loaded, monkeypatch):  # noqa: F811
@@ -249,6 +340,20 @@ def test_thoughts_are_shown_as_such(monkeypatch):
     assert shown(monkeypatch, "Yes, really.", "content", True) == "Yes, really.\n"
     assert shown(monkeypatch, "\x1b]52;c;eA==\x07", "content", True) == "\u241b]52;c;eA==\u2407\n"    # to no clipboard
     assert shown(monkeypatch, "still thinking", "thought", True) == "\x1b[2m[thinking]\nstill thinking\x1b[0m\n"
+
+
+@pytest.mark.parametrize("text, opening, out, err", [
+    ("hm\n</think>\n\nYes.", "thought", "Yes.\n", "hm\n"),
+    ("<think>\nhm\n</think>\n\nYes.", "either", "Yes.\n", "hm\n"),
+    ("Yes,\n</think>.", "content", "Yes,\n</think>.\n", ""), ("still thinking", "thought", "", "still thinking\n")])
+def test_thoughts_go_beside_an_answer_in_a_file(capsys, text, opening, out, err):
+    tokenizer = ByteTokenizer(512)
+    answer = answer_writer(tokenizer, opening)
+    ids = tokenizer.encode(text, allow_special=False)
+    for i, (token, letter) in enumerate(zip(ids, text, strict=True)):
+        answer.push(Delta(token, letter, "stop" if i + 1 == len(ids) else None))
+    answer.end()
+    assert tuple(capsys.readouterr()) == (out, err)
 
 
 # ---- speeds ------------------------------------------------------------------------------------------------

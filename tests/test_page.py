@@ -16,9 +16,10 @@ from PIL import Image
 from playwright.sync_api import Error, expect, sync_playwright
 
 from api.page import FOLDER
+from api.service import create_app
 from engine.images import Limits
 from engine.request import EngineStopped
-from engine.served import Models, Served
+from engine.served import Defaults, Models, Served
 from tests.clients import app_of, serving, wait_until
 from tests.paced import PacedEngine
 from tests.pictures import file_of, scene
@@ -80,6 +81,7 @@ $$
 $\nonsense{$
 """
 ANSWERS = {"markdown": MARKDOWN, "evil": EVIL, "long": LONG, "weather": CALL, "rich": RICH}
+WELL = {"status": "ok", "model": "m", "kind": "text"}        # what /health says
 KEPT = """Object.keys(localStorage).filter(key => key.startsWith("qengine/chat/"))
     .map(key => JSON.parse(localStorage.getItem(key)))"""        # the conversations that the browser keeps
 
@@ -1024,8 +1026,8 @@ def test_a_model_that_cannot_be_loaded(open_page):
 def test_a_model_that_is_put_away(page):
     """It is loaded when somebody asks; then the page looks again at what it can do."""
     states = ["unloaded", "loaded"]
-    page.route("**/health", lambda route: route.fulfill(json={
-        "status": "ok", "model": "m", "state": states[0], "counts_pipes": states[0] == "loaded"}))
+    page.route("**/health", lambda route: route.fulfill(json=WELL | {
+        "state": states[0], "counts_pipes": states[0] == "loaded"}))
     page.reload()
     expect(page.get_by_role("heading", name="qengine")).to_contain_text("m, loaded when you ask")
     expect(button(page, "Pipes")).not_to_be_visible()
@@ -1033,6 +1035,81 @@ def test_a_model_that_is_put_away(page):
     say(page, "hello")
     expect(page.get_by_role("heading", name="qengine")).not_to_contain_text("loaded")
     expect(button(page, "Pipes")).to_be_visible()
+
+
+@pytest.fixture
+def two(open_page):
+    """A page over two models, (small, other): the first sees nothing, the other sees, and is asked otherwise."""
+    models = [PacedEngine(lambda prompt, name=name: f"I am {name}.", sees=name == "other")
+              for name in ("small", "other")]
+    for model, name in zip(models, ("small", "other")):
+        model.name = name
+    served = [Served(model, defaults=Defaults({"temperature": warmth}))
+              for model, warmth in zip(models, (0.25, 0.75))]
+    yield open_page(app=create_app(models=Models(served))), *models
+
+
+def test_one_of_several_models_is_chosen(two):
+    page, small, other = two
+    field = page.get_by_label("Model")
+    expect(field).to_have_value("small")
+    expect(field.locator("option")).to_have_text(["small", "other"])
+    say(page, "hello")
+    expect(answers(page).last).to_contain_text("I am small.")
+    button(page, "Add pictures").click()
+    expect(page.get_by_role("alert")).to_have_text("This model has no eyes: it reads text alone.")
+    field.select_option("other")
+    add(page, PHOTO)                                            # this one sees
+    expect(chosen(page)).to_have_count(1)
+    button(page, "Settings").click()
+    expect(page.get_by_label("Temperature")).to_have_attribute("placeholder", "0.75")
+    button(page, "Done").click()
+    say(page, "and now?")
+    expect(answers(page).last).to_contain_text("I am other.")
+    expect(answers(page).last).to_contain_text(re.compile(r"other · \d+ tokens"))
+    assert [len(model.requests) for model in (small, other)] == [1, 1]
+
+
+def test_a_conversation_keeps_its_model(two):
+    page, small, other = two
+    field = page.get_by_label("Model")
+    expect(field).to_have_value("small")
+    say(page, "first")
+    button(page, "New chat").click()
+    field.select_option("other")
+    say(page, "second")
+    chats(page).filter(has_text="first").click()
+    expect(field).to_have_value("small")
+    page.reload()
+    expect(field).to_have_value("small")
+    say(page, "third")
+    assert [len(model.requests) for model in (small, other)] == [2, 1]
+    button(page, "New chat").click()                            # begins with the one that was chosen last
+    expect(field).to_have_value("other")
+    page.evaluate("chat.model = 'gone'; showModel()")
+    expect(field).to_have_value("other")
+
+
+def test_one_model_alone_is_no_choice(page, engine):
+    expect(page.get_by_role("heading", name="qengine")).to_contain_text(engine.name)
+    expect(page.get_by_label("Model")).to_be_hidden()
+    say(page, "hello")
+    expect(answers(page)).not_to_contain_text(f"{engine.name} ·")
+
+
+def test_what_models_do_is_shown_where_one_chooses(page):
+    """A model that has failed is none of the others' business."""
+    states = {"small": {"state": "failed", "error": "the card fell off"}, "away": {"state": "unloaded"},
+              "rows": {"state": "loaded", "kind": "embedding"}}
+    first, *side = [{"kind": "text", "model": name} | more for name, more in states.items()]
+    page.route("**/health", lambda route: route.fulfill(status=503, json=first | {"status": "error", "side": side}))
+    page.reload()
+    field = page.get_by_label("Model")
+    expect(field.locator("option")).to_have_text(["small, has failed", "away, loaded when you ask"])
+    expect(page.get_by_role("heading", name="qengine")).to_contain_text("the card fell off")
+    field.select_option("away")
+    expect(page.get_by_text("the card fell off")).to_be_hidden()
+    expect(field).to_be_visible()
 
 
 def test_an_engine_that_fails(page):
@@ -1071,6 +1148,18 @@ def test_a_connection_that_is_lost_before_a_word(page):
 def test_a_conversation_longer_than_the_context(page, engine):
     say(page, "x " * engine.n_ctx)
     expect(page.get_by_role("alert")).to_contain_text("maximum context length")
+
+
+def test_the_settings_have_a_field_for_the_key_where_one_is_wanted(open_page, engine):
+    """Before any message was refused; and nowhere else."""
+    wanting, free = open_page(app=app_of(engine, keys=["secret"])), open_page(app=app_of(engine))
+    button(wanting, "Settings").click()
+    wanting.get_by_label("API key").fill("secret")
+    button(wanting, "Done").click()
+    say(wanting, "hello")
+    expect(answers(wanting)).to_contain_text("You said hello.")
+    button(free, "Settings").click()
+    expect(free.get_by_label("API key")).to_be_hidden()
 
 
 def test_a_server_that_asks_for_a_key(open_page, engine):
@@ -1158,7 +1247,7 @@ def test_a_bar_says_how_much_of_a_prompt_is_read(page, engine):
 
 def test_where_the_experts_of_an_answer_were(page):
     asked = []
-    page.route("**/health", lambda route: route.fulfill(json={"status": "ok", "model": "m", "counts_experts": True}))
+    page.route("**/health", lambda route: route.fulfill(json=WELL | {"counts_experts": True}))
     page.route("**/experts", lambda route: asked.append(1) or route.fulfill(
         json={"hits": 100 + 75 * len(asked), "used": 1000 + 100 * len(asked)}))
     page.reload()
@@ -1174,7 +1263,7 @@ PIPES = {"tokens": 1, "launches": 46, "pipes": {"dp4a": 300, "integer": 600, "ba
 def test_the_bar_of_pipes_asks_only_while_it_is_shown_and_something_runs(page, engine):
     asked = []
     expect(button(page, "Pipes")).not_to_be_visible()           # the card of this engine counts nothing
-    page.route("**/health", lambda route: route.fulfill(json={"status": "ok", "model": "m", "counts_pipes": True}))
+    page.route("**/health", lambda route: route.fulfill(json=WELL | {"counts_pipes": True}))
     page.route("**/pipes", lambda route: asked.append(1) or route.fulfill(json=PIPES))
     page.reload()
     say(page, "hello")
@@ -1197,7 +1286,7 @@ def test_the_bar_of_pipes_asks_only_while_it_is_shown_and_something_runs(page, e
 def test_an_answer_that_was_not_counted_says_so(page):
     """The server has counted nothing yet when a short answer is over."""
     told = []
-    page.route("**/health", lambda route: route.fulfill(json={"status": "ok", "model": "m", "counts_pipes": True}))
+    page.route("**/health", lambda route: route.fulfill(json=WELL | {"counts_pipes": True}))
     page.route("**/pipes", lambda route: route.fulfill(json=told[0]) if told else route.fulfill(status=204))
     page.reload()
     button(page, "Pipes").click()
@@ -1218,7 +1307,7 @@ def test_an_answer_that_was_not_counted_says_so(page):
 def test_a_step_that_was_counted_after_an_answer_is_not_shown_below_it(page):
     """The server waits for a step; here it is one of somebody else."""
     held, is_over = [], []
-    page.route("**/health", lambda route: route.fulfill(json={"status": "ok", "model": "m", "counts_pipes": True}))
+    page.route("**/health", lambda route: route.fulfill(json=WELL | {"counts_pipes": True}))
     page.route("**/pipes", lambda route: route.fulfill(json=PIPES) if is_over else held.append(route))
     page.reload()
     button(page, "Pipes").click()

@@ -139,14 +139,15 @@ def type_in(monkeypatch, *lines):
 
 
 SEES = ["-m", MODEL, "--mmproj", "synthetic", "--image-tokens", "1,64", "--max-tokens", "8", *GREEDY]
+SAYS = [*SEES, "--thinking", "off"]         # what it writes is no thought then
 
 
 def test_pictures_with_a_prompt(capsys, loads, seeing, files):
     both = ["--image", str(files / "cat.png"), "--image", str(files / "dog.jpg")]
-    code, out, err = run(capsys, *SEES, "-p", "What is this?", *both)
+    code, out, err = run(capsys, *SAYS, "-p", "What is this?", *both)
     assert code == 0 and "cat.png, seen as 96 x 64 pixels, 6 tokens\n" in err
     content = [files / "cat.png", files / "dog.jpg", "What is this?"]
-    assert out == seeing.chat([{"role": "user", "content": content}], max_tokens=8) + "\n"
+    assert out == seeing.chat([{"role": "user", "content": content}], thinking=False, max_tokens=8) + "\n"
     assert loads[0]["mmproj"] == "synthetic" and loads[0]["image_tokens"] == TOKENS
 
 
@@ -188,13 +189,13 @@ def test_pictures_in_a_chat(capsys, loads, seeing, files, monkeypatch):
     cat, dog = files / "cat.png", files / "dog.jpg"
     type_in(monkeypatch, f"/image {cat}", "What is this?", "/image", f"/image {files}/nowhere.png", f"/image '{dog}'",
             f"/image {cat}", "And these?", "Well")
-    code, out, err = run(capsys, *SEES, "--chat")
+    code, out, err = run(capsys, *SAYS, "--chat")
     assert code == 0 and err.count("picture: ") == 3
     assert "qengine: /image needs the name of a file\n" in err and "nowhere.png: No such file or directory\n" in err
     messages, expected = [], ""
     for content in [cat, "What is this?"], [dog, cat, "And these?"], "Well":
         messages.append({"role": "user", "content": content})
-        answer = seeing.chat(messages, max_tokens=8)
+        answer = seeing.chat(messages, thinking=False, max_tokens=8)
         messages.append({"role": "assistant", "content": answer})
         expected += answer + "\n"
     assert out == expected

@@ -6,20 +6,25 @@ const headers = () => ({"Content-Type": "application/json", ...apiKey && {Author
 /** What is asked of the server, GET, as JSON; null where it says nothing. */
 async function ask(path, signal) {
   const response = await fetch(path, {headers: headers(), signal}).catch(() => null);
+  if (response?.status === 401) $("key-field").hidden = false;
   return response?.status === 200 ? response.json().catch(() => null) : null;
 }
+
+/** The same of one of the server's models. */
+const askOf = (model, path, signal) =>
+  ask(models.length > 1 ? `${path}?model=${encodeURIComponent(model.model)}` : path, signal);
 
 /** How the server is. Raises where it cannot be reached. */
 const healthOf = async signal => (await fetch("health", {signal})).json();
 
 /** What is asked for this message: an answer to those before it. */
-function requestBody({chat: {messages: all}, message: {after}}) {
+function requestBody({chat: {messages: all}, message: {after}, model}) {
   const {system, thinking, tools, showsChats, showsPipes, ...sampling} = settings;
   const messages = thread({messages: all, head: after}).filter(
     m => m.content || m.calls?.length || m.pictures?.some(pictureAt) || m.role === "tool");
   return {
     messages: [...system ? [{role: "system", content: system}] : [], ...messages.map(wireMessage)],
-    ...sampling, stream: true, stream_options: {include_usage: true},
+    ...sampling, model: model?.model, stream: true, stream_options: {include_usage: true},
     ...tools && {tools: JSON.parse(tools)},
     ...thinking && {chat_template_kwargs: {enable_thinking: thinking === "on"}},
   };
@@ -96,12 +101,13 @@ const isLoading = async signal => (await healthOf(signal).catch(() => ({}))).sta
 // ---- one answer --------------------------------------------------------------------------------------------
 
 const SAVE_SECONDS = 2;     // a tab that dies loses no more of an answer than this
-let running = null;         // {chat, message, abort, request, isEarly, ahead, began} while an answer is written
+let running = null;         // {chat, message, model, abort, request, isEarly, ahead, began} while an answer is written
 
 async function generate() {
   const message = addMessage(chat, {role: "assistant", thoughts: "", calls: []});
-  const own = running = {chat, message, abort: new AbortController(), request: makeId(), ahead: 0,
+  const own = running = {chat, message, model: modelOf(chat), abort: new AbortController(), request: makeId(), ahead: 0,
     began: performance.now()};
+  chat.model ??= own.model?.model;
   const signal = own.abort.signal, times = {};
   showBusy();
   keep(own);
@@ -109,11 +115,11 @@ async function generate() {
   watchQueue(own);
   watchPipes(own);
   try {
-    times.before = await expertsUsed(signal);
+    times.before = await expertsUsed(own);
     const response = await begin(own, signal);
     times.head = true;
     for await (const event of events(response)) take(event, message, times);
-    times.after = await expertsUsed(signal);
+    times.after = await expertsUsed(own);
   } catch (error) {
     if (signal.aborted) message.figures = "stopped";
     else if (error instanceof Refusal) message.error = error.message;
@@ -122,7 +128,7 @@ async function generate() {
     else throw error;
     if (times.head ? !signal.aborted : !(error instanceof Refusal)) watchHealth();
   } finally {
-    if (isPutAway) watchHealth();           // it may be loaded now, and counts pipes then
+    if (own.model?.state === "unloaded") watchHealth();         // it may be loaded now, and counts pipes then
     finish(message, times);
     showReading(null);
     running = null;
@@ -145,7 +151,7 @@ function keep({chat, message}) {
 }
 
 /** How many experts the server's answers have used so far, and found on its cards (hits); null if all are there. */
-const expertsUsed = signal => countsExperts ? ask("experts", signal) : null;
+const expertsUsed = ({model, abort}) => model?.counts_experts ? askOf(model, "experts", abort.signal) : null;
 
 /** While an answer has not begun: how many requests the server has to take before it. And from time to time the answer
  *  is kept. */
@@ -189,7 +195,7 @@ function finish(message, {first, end, cut, before, after}) {
   const {prompt_tokens: prompt, completion_tokens: answer} = end.usage, timings = end.timings ?? {};
   const {draft_n: drafts, draft_n_accepted: right, cache_n: cached} = timings;
   const experts = before && after ? after.used - before.used : 0;
-  message.figures = [count(answer, "token"),
+  message.figures = [models.length > 1 && running.model.model, count(answer, "token"),
     timings.predicted_per_second && `${rounded(timings.predicted_per_second)} tokens/s`,
     drafts && `accepted ${rounded(100 * right / drafts)} %`,
     experts > 0 && `${rounded(100 * (after.hits - before.hits) / experts)} % of experts on the card`,

@@ -25,6 +25,7 @@ function open(one) {
   if (!WIDE.matches) delete $("chats").dataset.asked;
   showAll();
   showChats();
+  showModel();
 }
 
 function remove(one) {
@@ -61,6 +62,7 @@ addEventListener("storage", ({key, newValue}) => {
     Object.keys(settings).forEach(name => delete settings[name]);
     Object.assign(settings, read(SETTINGS));
     fillSettings();
+    showModel();
   }
   if (key === KEY) apiKey = newValue ?? "";
   if (key?.startsWith(CHAT)) otherTab(key.slice(CHAT.length));

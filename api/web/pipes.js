@@ -60,7 +60,7 @@ async function watchPipes(own) {
   update();
   for (let isOver = false; !isOver && isCounting();) {
     isOver = running !== own;
-    const told = await ask("pipes");
+    const told = await askOf(own.model, "pipes");
     const counted = isStepOf(own, told) ? told : isOver && !own.message.pipes && {tokens: 0};
     if (counted) {
       own.message.pipes = counted;
@@ -85,7 +85,7 @@ const isCounting = () => Boolean(settings.showsPipes) && !$("show-pipes").hidden
 
 /** Has the server compile what counts, before a short answer is over by then. */
 function expectPipes() {
-  if (isCounting() && !running) ask("pipes");
+  if (isCounting() && !running) askOf(modelOf(chat), "pipes");
 }
 
 function showPipes() {

@@ -36,11 +36,10 @@ function fillSettings() {
 
 /** Shows in empty fields what the server chooses there. */
 async function showDefaults() {
-  const chosen = (await ask("props"))?.default_generation_settings?.params ?? {};
+  const chosen = (await askOf(modelOf(chat), "props"))?.default_generation_settings?.params ?? {};
   for (const [name] of SAMPLING) {
-    if (!(name in chosen)) continue;
     const isOff = chosen[name] === (name === "top_p" ? 1 : name === "max_tokens" || name === "seed" ? -1 : 0);
-    $(name).placeholder = isOff && UNLIMITED[name] || chosen[name];
+    $(name).placeholder = isOff && UNLIMITED[name] || (chosen[name] ?? "default");
   }
 }
 
@@ -70,31 +69,49 @@ $("settings").addEventListener("close", () => {
   if (isNew && isShown) regenerate();
 });
 
-// ---- the server's health -----------------------------------------------------------------------------------
+// ---- the server's health and its models --------------------------------------------------------------------
 
-let watching = false, countsExperts = false, isPutAway = false;      // isPutAway: the model is loaded when asked
+let watching = false, health = null;    // as /health tells
+let models = [];                        // those that answer in conversations, each as /health tells of it
+
+/** The model that answers in a conversation: its own, else the one that was chosen last, else the first. */
+const modelOf = ({model}) => models.find(one => one.model === model)
+  ?? models.find(one => one.model === settings.model) ?? models[0];
 
 /** Says how the server is, until it is well. */
 async function watchHealth() {
   if (watching) return;
-  for (watching = true; watching; watching && await sleep(2)) showHealth(await healthOf().catch(() => null));
+  for (watching = true; watching; watching && await sleep(2)) {
+    health = await healthOf().catch(() => ({status: "lost"}));
+    watching = health.status !== "ok";
+    if (health.model) models = [health, ...health.side ?? []].filter(one => one.kind === "text");
+    showModel();
+  }
 }
 
-/** health: null where the server cannot be reached. */
-function showHealth(health) {
-  let status = "is not reachable";
-  if (health) {
-    watching = health.status !== "ok";
-    isPutAway = health.state === "unloaded";
-    status = {ok: health.model + (isPutAway ? ", loaded when you ask" : ""), loading: "loading the model …",
-              draining: "is shutting down", error: health.error}[health.status];
-    $("show-pipes").hidden = !health.counts_pipes;
-    expectPipes();
-    countsExperts = health.counts_experts;
-    sees = health.sees;
-    if (!watching) showSuggestions(health.model);
-  }
-  $("health").textContent = status;
-  $("health").title = status;
-  $("health").classList.toggle("wrong", !health || health.status === "error");
+/** Shows which model answers in this conversation, and what goes wrong. Where there are several, one chooses. */
+function showModel() {
+  if (!health) return;
+  const shown = modelOf(chat) ?? health, states = {unloaded: ", loaded when you ask", failed: ", has failed"};
+  const troubles = {lost: "is not reachable", loading: "loading the model …", draining: "is shutting down"};
+  const trouble = troubles[health.status];
+  const line = trouble ?? shown.error ?? shown.model + (states[shown.state] ?? "");
+  $("health").textContent = $("health").title = line;
+  $("health").classList.toggle("wrong", health.status === "lost" || !trouble && Boolean(shown.error));
+  $("model").hidden = models.length < 2 || Boolean(trouble);
+  $("health").hidden = !$("model").hidden && !shown.error;
+  $("model").replaceChildren(...models.map(({model, state}) =>
+    el("option", {value: model, selected: model === shown.model}, model + (states[state] ?? ""))));
+  $("show-pipes").hidden = !shown.counts_pipes;
+  sees = shown.sees;
+  expectPipes();
+  if (health.status === "ok") showSuggestions(shown.model);
 }
+
+$("model").addEventListener("change", ({target}) => {
+  chat.model = target.value;
+  set("model", target.value);
+  if (chats.has(chat.id)) { unsaved.add(chat.id); save(chat); }
+  showModel();
+  watchHealth();                        // the model may have been loaded or put away
+});
