@@ -1851,7 +1851,7 @@ class Scheduler(Rounds):
         """The next pass of a prompt. Passes start at multiples of 64, so no result depends on their size."""
         start, is_sparse = sequence.n_computed, sequence.generation.is_sparse
         seconds = lambda rows: self.pipeline.piece_seconds(rows, start, is_sparse)
-        limit = self.turns.most_rows(self.chunk, seconds, self._has_answers())
+        limit = self.turns.most_rows(self.chunk, seconds, self._has_answers() or self.encoding is not None)
         sequence.last_pass = self.pipeline.pass_rows(start, sequence.n_prompt, limit, sequence.last_pass, is_sparse)
         end = start + sequence.last_pass
         if sequence.pictures and (placed := sequence.pictures.place(start, end, self.pipeline.gallery, self._ahead())):

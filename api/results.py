@@ -38,7 +38,7 @@ def in_order(messages: list[dict]) -> list[dict]:
         made = collections.defaultdict(collections.deque)
         latest, row = [(i, j) for j in range(len(message.get("tool_calls") or ()))], []
         for place in latest:
-            made[message["tool_calls"][place[1]].get("id")].append(place)
+            made[message["tool_calls"][place[1]].get("id") or None].append(place)
         calls |= made           # some clients number their calls anew in each turn
     return ordered
 
@@ -54,8 +54,11 @@ def places_of(ids: list[CallId | None], calls: dict, latest: list[tuple]) -> lis
     return [place or next(free, (math.inf,)) for place in places]
 
 
-def taken(id: CallId, calls: dict) -> tuple:
-    """The place of the first call of this id that has no result yet; now it has."""
+def taken(id: CallId, calls: dict) -> tuple | None:
+    """The place of the first call of this id that has no result yet; now it has. None if none has it and some have no
+    ids at all: then order tells."""
+    if id not in calls and None in calls:
+        return None
     if id not in calls:
         raise RequestError(id.field, f"'{id.field}' names no call before it: {id[:80]!r}")
     if not calls[id]:

@@ -744,10 +744,10 @@ class Plan:
 
 def plan_stages(blueprint: Blueprint, cards: list, demand: Demand, layers: list[range]) -> Plan:
     """The Plan of these layers on each card, whether they fit or not. Where they do not, it does without the first of
-    SPARED that makes them fit, if one does; but experts leave the cards before anything else does."""
+    SPARED that makes them fit, if one does; but all experts leave the cards before anything else does."""
     found = stages_planned(blueprint, cards, demand, layers)
     has_experts = any(stage.costs.work.expert_bytes for stage in found.on_paper)
-    for spared in () if has_experts else SPARED:
+    for spared in () if has_experts and demand.expert_memory != 0 else SPARED:
         saved = [stage.table_bytes + (found.sizes.n_checkpoints - spared.get("least_checkpoints", LEAST_CHECKPOINTS))
                  * stage.state_bytes for stage in found.on_paper]
         if not found.fits and all(left + n >= 0 for left, n in zip(found.left, saved)):
@@ -842,11 +842,16 @@ class Planner:
         if self.moves_experts:
             self._move_experts(like)
         if not self.plan.fits:      # then it says what is missing where all is spared that can be
-            self.plan = self.planned(**SPARED[-1])
+            self.plan = self.planned(**SPARED[-1], **self._moved)
 
     @functools.cached_property
     def costs(self) -> LayerCosts:
         return LayerCosts(self.blueprint, self.cards, self.demand.products)
+
+    @property
+    def _moved(self) -> dict:
+        """Changes of the demand that leave no expert on the cards, where they may leave these."""
+        return {"expert_memory": 0} if self.moves_experts else {}
 
     def _move_experts(self, like: "Planner | None"):
         """Leaves as many experts on the cards as fit, and the others in the host's memory."""
@@ -892,8 +897,7 @@ class Planner:
         longest = pages_for(max(self.blueprint.context_length, self.demand.n_ctx))
         if self.demand.kv_tokens:
             longest = min(longest, self.demand.kv_tokens // PAGE_TOKENS)
-        moved = {"expert_memory": 0} if self.moves_experts else {}
-        n = most(1, longest, lambda n: self.planned(n_ctx=n * PAGE_TOKENS, **moved).fits)
+        n = most(1, longest, lambda n: self.planned(n_ctx=n * PAGE_TOKENS, **self._moved).fits)
         return n and n * PAGE_TOKENS
 
     def passes(self, n: int) -> list[tuple[int, int]]:

@@ -25,7 +25,8 @@ which then take LONGEST_PASS at most.
 
 Pictures are encoded before the pass that shows them, in such parts, too. Each of these parts is a turn of its own: an
 encoding may take much longer than its tokens tell, so passes of other prompts run between its parts. Only prompts that
-have pictures left to show wait for its end, since each encoding takes rows from those before it.
+have pictures left to show wait for its end, since each encoding takes rows from those before it. Passes between parts
+of an encoding are as short as beside answers, since each part may wait for one.
 
 The card must not wait for the host. So a part is queued before the one before it is over, and the account goes by how
 long parts and steps should take. When the tokens behind a part have come, it is corrected by what the part took: by the
@@ -131,8 +132,8 @@ class Turns:
         return max((self.step_seconds - self.owed) * PROMPT_SHARE / (1 - PROMPT_SHARE), PART)
 
     def most_rows(self, chunk: int, pieces, has_answers: bool) -> int:
-        """Tokens of a pass, at most, beside running answers or without any. pieces(rows): seconds of the pieces of a
-        pass, by plan."""
+        """Tokens of a pass, at most, beside running answers or an encoding, or without any. pieces(rows): seconds of the
+        pieces of a pass, by plan."""
         self.is_encoding = False
         if has_answers:
             seconds, longest = lambda rows: sum(pieces(rows)), max(PASS, self.part_seconds)

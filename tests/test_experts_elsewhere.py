@@ -215,6 +215,19 @@ def test_what_does_not_fit_lies_in_host_memory(resident):
     assert whole <= others[2] <= others[1] <= others[0]
 
 
+def test_when_all_experts_have_left_the_card_more_is_spared():
+    """Of what the card holds then, a checkpoint (the head multiplies with this model's table)."""
+    sizes = {"checkpoint_memory": 0, "chunk": 64, "kv_tokens": 512}
+    least = planner(EmulatedCard(), expert_memory=0, **sizes).plan
+    state, total = least.on_paper[0].state_bytes, least.stages[0].total
+    for missing, n_checkpoints in (0, 2), (256, 1), (state, 1):
+        made = planner(EmulatedCard(memory_bytes=total - missing), **sizes)
+        assert made.plan.fits and made.plan.sizes.n_checkpoints == n_checkpoints
+        assert made.plan.on_paper[0].store.n_slots == least.on_paper[0].store.n_slots       # experts on the card
+    lacking = planner(EmulatedCard(memory_bytes=total - state - 256), **sizes).plan.stages[0]
+    assert lacking.total - lacking.free == 256              # and not the experts, too
+
+
 def test_a_slow_link_shows_in_the_plan():
     card = EmulatedCard(link_gbs=0.01)
     made = planner(card, expert_memory=MB)

@@ -126,6 +126,7 @@ def contents(messages):
     ([["a"], ("a", "A"), ["a", "b"], ("b", "B2"), ("a", "A2")], ". A . A2 B2"),     # numbered anew in each turn
     ([["a", "b"], ("b", "B"), ["c"], ("c", "C"), ("a", "A")], ". B . A C"),         # one that came late
     ([["x", "x"], ("x", "1"), ("x", "2")], ". 1 2"), ([["", ""], ("", "1"), ("", "2")], ". 1 2"),
+    ([["", ""], ("p", "1"), ("q", "2")], ". 1 2"),                                  # ids of results alone
     ([["a", "b"], ("b", "B")], ". B"),                                              # a call without a result
     ([(None, "1"), "and", (None, "2")], "1 and 2"), ([["a"], (None, "1"), (None, "2")], ". 1 2")])
 def test_orders(said, shown):

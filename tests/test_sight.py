@@ -290,6 +290,25 @@ def begun(tower, queued, seconds=0.0):
     return event
 
 
+def test_passes_between_the_pieces_of_a_picture_are_short(in_pieces, monkeypatch):
+    """Each piece may wait for such a pass."""
+    engine, tower, request, _, queued = in_pieces
+    scheduler, asked = engine.scheduler, []
+    most_rows = scheduler.turns.most_rows
+
+    def noted(chunk, pieces, is_shared):
+        asked.append((scheduler.encoding is not None, is_shared))
+        return most_rows(chunk, pieces, is_shared)
+
+    monkeypatch.setattr(scheduler.turns, "most_rows", noted)
+    event = begun(tower, queued, seconds=0.01)
+    slow = engine.submit(request)
+    event.wait()
+    engine.submit(qengine.Request(list(range(900, 960)), max_tokens=1)).wait()
+    slow.wait()
+    assert (True, True) in asked and (True, False) not in asked
+
+
 def test_a_question_is_answered_while_a_picture_is_encoded(in_pieces):
     """Its prompt has passes and its answer has steps between two pieces, and no bit changes."""
     engine, tower, request, want, queued = in_pieces
