@@ -6,7 +6,6 @@ const OWN_MODEL = /^qengine-/;
 const OWN_QUESTIONS = ["What is the CMP 100-210?", "What is a warp?", "What does syncthreads do?", "CMP 100-210이 뭐예요?"];
 const QUESTIONS = ["How does a GPU hide the time that memory takes?", "Compare a queue and a stack in a table.",
   "Write a Python function that finds primes.", "Derive the formula for the roots of a quadratic."];
-const suggested = $("suggested");       // not on the page while a conversation is
 const COLOURS = {red: "#d03a30", blue: "#2f62c8", green: "#2f9350"};
 
 const suggested = $("suggested");        // while a conversation is shown, it is no part of the document
