@@ -29,6 +29,7 @@ from kernels.emulated.card import EmulatedCard
 from tests.tiny import CONTEXT, MODEL, ROOT, tiny_engine
 
 GREEDY = ["--temperature", "0"]
+PLAIN = ["--thinking", "off"]         # the answer is no thought, which would go to stderr
 PATIENCE = 300              # seconds for a process; where nothing is cached yet it compiles its kernels first
 
 
@@ -298,11 +299,11 @@ def test_print_config(capsys):
 
 
 def test_prompt(capsys, loaded):
-    first = run(capsys, "-m", MODEL, "-p", "hi", "--max-tokens", "8", *GREEDY)
+    first = run(capsys, "-m", MODEL, "-p", "hi", *PLAIN, "--max-tokens", "8", *GREEDY)
     code, out, err = first
     assert code == 0 and out.endswith("\n") and len(out) > 1
     assert "answer 8 tokens" in err and err.count("tokens/s") == 2
-    assert run(capsys, "-m", MODEL, "-p", "hi", "--max-tokens", "8", *GREEDY)[:2] == first[:2]
+    assert run(capsys, "-m", MODEL, "-p", "hi", *PLAIN, "--max-tokens", "8", *GREEDY)[:2] == first[:2]
 
 
 @pytest.mark.parametrize("options", [[], ["--raw"], ["--thinking", "on"], ["--thinking", "off"]], ids=str)
@@ -336,14 +337,14 @@ def test_a_card_that_fails_while_it_answers(capsys, loaded, monkeypatch, argumen
 
     monkeypatch.setattr(loaded, "submit", lambda request: Failing(request, loaded.tokenizer))
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"hello\nagain\n"), encoding="utf-8"))
-    assert run(capsys, "-m", MODEL, "--thinking", "off", *arguments) == (
+    assert run(capsys, "-m", MODEL, *PLAIN, *arguments) == (
         1, "text so far\n", "qengine: the engine has stopped: the card fell off the bus\n")
 
 
 def test_chat_keeps_the_conversation(capsys, loaded, monkeypatch):
     lines = b"hello\n\nand then?\n\xff\n" + b"long " * CONTEXT + b"\nlast\n"
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(lines), encoding="utf-8"))
-    code, out, err = run(capsys, "-m", MODEL, "--chat", "--thinking", "off", "--max-tokens", "6", *GREEDY)
+    code, out, err = run(capsys, "-m", MODEL, "--chat", *PLAIN, "--max-tokens", "6", *GREEDY)
     assert code == 0
     assert err.count("answer 6 tokens") == 3 and err.count("qengine: ") == 2 and "UTF-8" in err
 
@@ -361,7 +362,7 @@ def test_chat_keeps_the_conversation(capsys, loaded, monkeypatch):
 
 
 def test_prompt_as_a_process():
-    process = start("-p", "hi", "--max-tokens", "4")
+    process = start("-p", "hi", *PLAIN, "--max-tokens", "4")
     out, err = process.communicate(timeout=PATIENCE)
     assert process.returncode == 0 and out.endswith("\n")
     first, *_, last = err.splitlines()
@@ -370,7 +371,7 @@ def test_prompt_as_a_process():
 
 
 def test_a_reader_that_leaves():
-    with start("-p", "hi", "--max-tokens", "400") as process:
+    with start("-p", "hi", *PLAIN, "--max-tokens", "400") as process:
         process.stdout.read(1)
         process.stdout.close()
         assert process.wait(PATIENCE) == 1
@@ -391,7 +392,7 @@ def test_ctrl_c_before_the_answer(seconds):
 
 @pytest.mark.parametrize("pause", [0, 0.003, 0.03])
 def test_ctrl_c_again_and_again(pause):
-    process = start("-p", "hi")
+    process = start("-p", "hi", *PLAIN)
     process.stdout.read(1)
     for _ in range(5):
         process.send_signal(signal.SIGINT)
@@ -404,7 +405,7 @@ def test_ctrl_c_again_and_again(pause):
     (["-p", "hi", "--max-tokens", "4"], ">&-", 0),
     (["--chat"], "<&-", 0),
     (["-p", "hi", "--max-tokens", "4"], "2>&-", 0),
-    (["-p", "hi", "--max-tokens", "4"], ">/dev/full", 1),
+    (["-p", "hi", *PLAIN, "--max-tokens", "4"], ">/dev/full", 1),
     (["--print-config"], ">/dev/full", 1),
 ], ids=str)
 def test_streams_that_are_closed_or_full(arguments, redirected, code):
@@ -416,7 +417,7 @@ def test_streams_that_are_closed_or_full(arguments, redirected, code):
 
 
 def test_ctrl_c():
-    process = start("-p", "hi")
+    process = start("-p", "hi", *PLAIN)
     process.stdout.read(1)
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=PATIENCE)
@@ -424,7 +425,7 @@ def test_ctrl_c():
 
 
 def test_ctrl_c_in_a_chat_ends_the_answer_only():
-    process = start("--chat")
+    process = start("--chat", *PLAIN)
     process.stdin.write("hello\n")
     process.stdin.flush()
     process.stdout.read(1)

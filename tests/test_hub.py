@@ -441,7 +441,8 @@ def test_a_disk_that_is_full(hub, tmp_path):
 def test_the_command_line_takes_names_of_the_hub(tmp_path, capsys):
     """A model in parts answers, without a word of where it is."""
     paths = split(TINY, tmp_path, 2)
-    asked = ["--card", "emulated", "--ctx", "256", "-p", "Hello", "--max-tokens", "3", "--temperature", "0"]
+    asked = ["--card", "emulated", "--ctx", "256", "-p", "Hello", "--max-tokens", "3", "--temperature", "0",
+             "--thinking", "off"]
     files = {f"T-Q8_0-0000{i}-of-00002.gguf": path.read_bytes() for i, path in enumerate(paths, 1)}
     with serving({"us/Tiny": Repository(files)}) as hub:
         answer = subprocess.run([sys.executable, "qengine.py", "-m", "hf:us/Tiny", *asked], cwd=ROOT, text=True,
