@@ -132,8 +132,8 @@ class Turns:
         return max((self.step_seconds - self.owed) * PROMPT_SHARE / (1 - PROMPT_SHARE), PART)
 
     def most_rows(self, chunk: int, pieces, has_answers: bool) -> int:
-        """Tokens of a pass, at most, beside running answers or an encoding, or without any. pieces(rows): seconds of the
-        pieces of a pass, by plan."""
+        """Tokens of a pass, at most, beside running answers or an encoding, or without any. pieces(rows): seconds of
+        the pieces of a pass, by plan."""
         self.is_encoding = False
         if has_answers:
             seconds, longest = lambda rows: sum(pieces(rows)), max(PASS, self.part_seconds)
