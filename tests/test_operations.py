@@ -264,13 +264,13 @@ def test_behind_a_proxy():
 
 @pytest.fixture
 def lines(caplog):
-    """The log lines of requests so far, each as its fields."""
+    """The log lines of requests so far, each as its fields before a text or an error."""
     caplog.set_level(logging.INFO, "qengine.requests")
 
     def read(n=None):
         wait_until(lambda: n is None or len(caplog.messages) >= n)
-        return [dict(field.split("=", 1) for field in message.split(" text=")[0].split(" "))
-                for message in caplog.messages]
+        fields = [re.split(" (?:text|error)=", message)[0].split(" ") for message in caplog.messages]
+        return [dict(field.split("=", 1) for field in each) for each in fields]
     return read
 
 

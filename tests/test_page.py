@@ -1268,8 +1268,9 @@ def test_the_bar_of_pipes_asks_only_while_it_is_shown_and_something_runs(page, e
     page.reload()
     say(page, "hello")
     assert not asked
-    button(page, "Pipes").click()
-    time.sleep(0.3)
+    with page.expect_request("**/pipes"):
+        button(page, "Pipes").click()
+    page.wait_for_timeout(300)
     assert len(asked) == 1                                      # so that the server compiles what counts
     say(page, "long", wait=False)
     bar = page.get_by_role("img", name="integer 60 %, dp4a 30 %, barrier 10 %")
