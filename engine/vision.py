@@ -311,8 +311,11 @@ class Tower:
             self.card.copy_in(pixels[:picture.pixels.size], picture.pixels.reshape(-1))
             pixels = pixels[picture.pixels.size:]
         grid = patches.grid_of([(picture.rows, picture.columns) for picture in pictures], self.config.side)
-        lengths = [MERGED * picture.n_tokens for picture in pictures]
-        return self._inputs(grid, picture_attention.tiles_of(lengths, self.config.head_dim))
+        return self._inputs(grid, self._tiles([picture.n_tokens for picture in pictures]))
+
+    def _tiles(self, tokens: list[int]) -> np.ndarray:
+        """Those of attention in pictures of so many tokens, see `picture_attention.tiles_of`."""
+        return picture_attention.tiles_of([MERGED * n for n in tokens], self.config.head_dim)
 
     def _inputs(self, grid: Grid, tiles: np.ndarray) -> tuple[Grid, Array]:
         """Both on the card, by one copy."""
@@ -328,8 +331,7 @@ class Tower:
     def rehearse(self):
         """Launches every kernel that a pass may need, for a picture of one block. Inside `Card.collecting` they are
         listed, so that they are compiled together before the first picture comes."""
-        grid, tiles = self._inputs(patches.grid_of([(1, 1)], self.config.side),
-                                   picture_attention.tiles_of([MERGED], self.config.head_dim))
+        grid, tiles = self._inputs(patches.grid_of([(1, 1)], self.config.side), self._tiles([1]))
         out = self.card.alloc((1, self.config.hidden_dim), np.float32, "rows of a rehearsal")
         for shape in half_gemm.shapes_of(self.card):
             for _, launch in self._pieces([1], grid, tiles, [out], shape):
@@ -342,6 +344,7 @@ class Tower:
         fastest."""
         card, config, scratch, rows = self.card, self.config, self.scratch, MERGED * sum(tokens)
         x, u, wide, heads = scratch.x, scratch.u, scratch.wide, (config.n_heads, config.head_dim)
+        lengths = self._tiles(tokens)[:, 1]             # patches of each tile's picture
 
         def normalise(norm):
             layer_norm.layer_norm(card, u, x, norm.weight, norm.bias, rows, config.norm_eps)
@@ -367,7 +370,6 @@ class Tower:
             return [(each * (end - first), partial(launch, first, end)) for first, end in self._cuts(n, each)]
 
         def attention():
-            lengths = picture_attention.tiles_of([MERGED * n for n in tokens], config.head_dim)[:, 1]
             each = 4 * config.width * picture_attention.block_rows(config.head_dim)
 
             def launch(first, end):
