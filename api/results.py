@@ -23,8 +23,8 @@ def in_order(messages: list[dict]) -> list[dict]:
     """The messages of a conversation, with the results behind an assistant's message in the order of its calls.
 
     messages: as chat templates take them; the "tool_call_id" of a result is a CallId. One without an id, or with an
-    empty one, answers the first call that no other result of these names. Raises RequestError where an id is of no call
-    before, or a call has two results.
+    empty one, answers the first call that no other result of these names; so does one with an unknown id, if there are
+    calls without ids. Raises RequestError where an id is of no call before, or a call has two results.
     """
     ordered, calls, latest, row = list(messages), {}, [], []    # row: where the results since the last answer stand
     for i, message in enumerate([*messages, {"role": "assistant"}]):       # one more, which ends the last row
