@@ -2399,7 +2399,8 @@ def load_stages(opened: OpenModel, planner: Planner, progress: bool) -> list[Sta
         worker.on_fault = fail
     with tqdm.tqdm(desc="loading layers", total=opened.config.n_layers, unit="layer", leave=False,
                    disable=not progress or None) as bar:
-        loading = [worker.post(load_stage, *each) for each in zip(workers, plan.layers, plan.on_paper)]
+        loading = [worker.post(load_stage, worker, *stage)
+                   for worker, *stage in zip(workers, plan.layers, plan.on_paper)]
         try:
             return [task.result() for task in loading]
         except BaseException as error:
