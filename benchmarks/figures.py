@@ -13,14 +13,16 @@ Readers do not see the comments, and tests/test_figures.py compares every quote 
 - in a sentence or a cell: `58.5<!-- = ladder-h100 | 3 registers | TOPS -->`. Of a cell with several numbers the n-th is
   meant by a fourth part, `| 2`. Inside a table the bars are written `\\|`, or they would end the cell. The quote may
   have fewer digits than the source: 59 or 58.5 for 58.49.
-- a table, whole or a part of its rows and columns, under the comment `<!-- figures: ladder-h100 -->`.
+- a table, whole or a part of its rows and columns, under the comment `<!-- figures: ladder-h100 -->`. Its columns may
+  come from several tables, `<!-- figures: kv-bytes + kv-kl -->`, in which they have different names. A cell is empty
+  where its table has no such row.
 """
 
 import re
 from pathlib import Path
 
 RESULTS = Path(__file__).with_name("results.md")
-_MARK = re.compile(r"^<!-- figures: ([\w-]+)(?:; ([^\n]*?))? -->\n((?:\|.*\n?)+)", re.M)
+_MARK = re.compile(r"^<!-- figures: ([\w-]+(?: \+ [\w-]+)*)(?:; ([^\n]*?))? -->\n((?:\|.*\n?)+)", re.M)
 _QUOTE = re.compile(r"(\d[\d,]*(?:\.\d+)?)\**<!-- = (.*?) -->")
 _NUMBER = re.compile(r"\d[\d,]*(?:\.\d+)?")
 
@@ -67,13 +69,22 @@ def wrong_quotes(text):
         if not rounds_to(true, quoted):
             wrong.append(f"{quoted} is quoted, but {what} is {true:,}")
     for name, _, table in marked_tables(text):
-        _, source = record(name)
+        sources = [record(one)[1] for one in name.split(" + ")]
         for row, cells in table.items():
             for column, cell in cells.items():
-                if source.get(row, {}).get(column) != cell:
-                    wrong.append(f"{cell!r} is quoted, but {name} | {row} | {column} is "
-                                 f"{source.get(row, {}).get(column)!r}")
+                true = true_cell(sources, row, column)
+                if true != cell:
+                    wrong.append(f"{cell!r} is quoted, but {name} | {row} | {column} is {true!r}")
     return wrong
+
+
+def true_cell(sources, row, column):
+    """The cell of the one of these tables that has such a column. None: no table has it, or the only table lacks the
+    row."""
+    for table in sources:
+        if any(column in cells for cells in table.values()):
+            return table.get(row, {}).get(column, "" if len(sources) > 1 else None)
+    return None
 
 
 def n_quotes(text):

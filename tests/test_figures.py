@@ -47,6 +47,11 @@ def results(tmp_path, monkeypatch):
 | second | 8 | |
 
 Words.
+
+<!-- figures: sizes; by count, 2026-11-21 -->
+| | bytes |
+|---|---:|
+| first | 16 |
 """, encoding="utf-8")
     monkeypatch.setattr(figures, "RESULTS", file)
 
@@ -73,6 +78,18 @@ def test_wrong_quotes_are_found(results):
     for old, new in (("1,234.5", "1,234.6"), ("1,235", "1,236"), ("7.3<", "7.1<"), ("then 7.25 |", "then 7.3 |"),
                      ("| first | 6", "| firs | 6"), ("| | TOPS", "| | GB")):
         assert len(figures.wrong_quotes(right.replace(old, new))) == 1, new
+
+
+def test_a_table_of_columns_of_several_tables(results):
+    right = """<!-- figures: loop + sizes -->
+| | bytes | µs |
+|---|---|---|
+| first | 16 | 1,234.5 |
+| second | | 8 |
+"""
+    assert figures.wrong_quotes(right) == [] and figures.n_quotes(right) == 1
+    for old, new in (("16", "17"), ("| 8", "| 9"), ("| |", "| 4 |"), ("bytes", "GB"), ("second", "third")):
+        assert figures.wrong_quotes(right.replace(old, new)), new
 
 
 @pytest.mark.parametrize("true, quoted, right", [(1.712, "1.71", True), (1.715, "1.71", True), (1.716, "1.71", False),
