@@ -36,21 +36,46 @@ STAGED = 128 << 10                                       # bytes: smaller pageab
 
 def open_nvidia_cards(numbers=None, cache_dir=compiler.CACHE_DIR, required=True):
     """The cards with these device numbers, or all from sm_70 on. CardError: `required`, and there is none."""
-    try:
-        count = _call(driver.cuDeviceGetCount) if driver.cuInit(0)[0] == SUCCESS else 0
-    except RuntimeError:                                 # cuda.bindings found no driver library
-        count = 0
+    count, why = _count()
     wanted = range(count) if numbers is None else numbers
     if len(set(wanted)) < len(wanted):
         raise CardError(f"a card is named twice: cuda:{','.join(map(str, wanted))}")
     missing = [number for number in wanted if not 0 <= number < count]
     if missing or (required and not count):
-        number = f" {missing[0]}" if missing else ""
-        raise CardError(f"no NVIDIA card{number}: the driver knows of {count}")
+        raise CardError(f"no NVIDIA card{f' {missing[0]}' if missing else ''}: {why}")
     cards = [NvidiaCard(number, cache_dir) for number in wanted if numbers or _capability(number) >= OLDEST]
     if required and not cards:
         raise CardError("no NVIDIA card of compute capability 7.0 or newer")
     return cards
+
+
+def _count():
+    """(number of cards that the driver knows of, a clause for the case that there are too few)."""
+    try:
+        status = driver.cuInit(0)[0]
+    except RuntimeError:
+        return 0, "NVIDIA's driver is not installed (there is no libcuda.so.1)"
+    if status not in (SUCCESS, driver.CUresult.CUDA_ERROR_NO_DEVICE):
+        return 0, f"NVIDIA's driver does not start ({_explain(status)})"
+    count = _call(driver.cuDeviceGetCount) if status == SUCCESS else 0
+    return count, f"the driver knows of {count}"
+
+
+def unusable_card():
+    """A sentence about an NVIDIA card that is in the machine, while the driver offers none; "" if there is none, or if
+    the system does not tell."""
+    count, why = _count()
+    buses = [] if count else [folder.name for folder in sorted(PCI_DEVICES.glob("*")) if _is_nvidia_card(folder)]
+    return f"the NVIDIA card at {buses[0]} of the PCI bus cannot be used: {why}" if buses else ""
+
+
+def _is_nvidia_card(folder):
+    """Whether a folder of PCI_DEVICES is of a display (class 03) of NVIDIA (vendor 10de)."""
+    try:
+        vendor, kind = ((folder / name).read_text().strip() for name in ("vendor", "class"))
+    except OSError:
+        return False
+    return vendor == "0x10de" and kind.startswith("0x03")
 
 
 def _call(function, *args):

@@ -3,6 +3,7 @@
 import itertools
 import re
 import threading
+import warnings
 from types import SimpleNamespace
 
 import numpy as np
@@ -103,6 +104,33 @@ def test_choice(fake_card, monkeypatch):
     assert open_cards()[0].name == "emulated card 0"
     with pytest.raises(CardError, match="no NVIDIA card: the driver knows of 0"):
         open_cards("cuda")
+
+
+@pytest.mark.parametrize("status, why", [
+    (None, "NVIDIA's driver is not installed \\(there is no libcuda.so.1\\)"),
+    (fake_driver.CUresult.CUDA_ERROR_SYSTEM_DRIVER_MISMATCH, "NVIDIA's driver does not start \\(CUDA_ERROR_SYSTEM_"),
+    (fake_driver.CUresult.CUDA_ERROR_NO_DEVICE, "the driver knows of 0")])
+def test_a_card_without_a_working_driver_is_named(fake_card, monkeypatch, tmp_path, status, why):
+    """It is a 3D controller, as mining cards are. No word of it where the machine has no such card."""
+    def init(flags):
+        if status is None:
+            raise RuntimeError("no library")
+        return (status,)
+
+    monkeypatch.setattr(fake_driver, "cuInit", init)
+    monkeypatch.setattr(nvidia, "PCI_DEVICES", tmp_path)
+    for bus, vendor, kind in ("0000:00:02.0", "0x8086", "0x030000"), ("0000:01:00.1", "0x10de", "0x040300"):
+        (tmp_path / bus).mkdir()
+        (tmp_path / bus / "vendor").write_text(vendor + "\n")
+        (tmp_path / bus / "class").write_text(kind + "\n")
+    with pytest.raises(CardError, match=f"^no NVIDIA card: {why}"):
+        open_cards("cuda")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert open_cards()[0].kind == "emulated"
+    (tmp_path / "0000:01:00.1" / "class").write_text("0x030200\n")
+    with pytest.warns(UserWarning, match=f"^the NVIDIA card at 0000:01:00.1 of the PCI bus cannot be used: {why}"):
+        assert open_cards()[0].kind == "emulated"
 
 
 def kernel_of(text):
