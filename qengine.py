@@ -69,9 +69,8 @@ from engine.look import HEAD_ROWS
 from engine.micro_batches import Alone, MicroBatch, PassInParts, Span
 from engine.packing import CLASSIFIER, Packed, Pooling, for_pooling, most_spans
 from engine.pipes import PipeMeter
-from engine.plan import (CHUNK, LEAST_CHECKPOINTS, MICRO_BATCHES, CacheSizes, Demand, Planner, StageCosts, Work,
-                         check_whole, choose_rows, choose_sizes, group_count, hop_bytes, most_drafts, slowest_seconds,
-                         step_rows, widest)
+from engine.plan import (CHUNK, MICRO_BATCHES, CacheSizes, Demand, Planner, StageCosts, Work, check_whole, choose_rows,
+                         choose_sizes, group_count, hop_bytes, most_drafts, slowest_seconds, step_rows, widest)
 from engine.pooling import SYNTHETIC_RERANK, RerankTemplate
 from engine.prefix import PAGE_TOKENS, PrefixCache, checkpoint_positions, pages_for
 from engine.recordings import Recordings
@@ -1007,7 +1006,7 @@ class Stage:
         self.costs = StageCosts(card, config.hidden_dim, work, in_one=self.store is not None,
                                 products=self.model.products)
         hops = (layers.start > 0) + self.hands_on
-        chunk = chunk or self.costs.chunk_that_fits(pages_for(demand.n_ctx), demand.slots + LEAST_CHECKPOINTS,
+        chunk = chunk or self.costs.chunk_that_fits(pages_for(demand.n_ctx), demand.slots + demand.least_checkpoints,
                                                     self.model.row_bytes() + 2 * hop_bytes(config.hidden_dim, hops))
         self.chunk = min(chunk, pages_for(demand.n_ctx) * PAGE_TOKENS)
         self.max_rows = max(self.chunk, self.step_rows, HEAD_ROWS)
@@ -2399,8 +2398,8 @@ def load_stages(opened: OpenModel, planner: Planner, progress: bool) -> list[Sta
         worker.on_fault = fail
     with tqdm.tqdm(desc="loading layers", total=opened.config.n_layers, unit="layer", leave=False,
                    disable=not progress or None) as bar:
-        loading = [worker.post(load_stage, worker, *stage)
-                   for worker, *stage in zip(workers, plan.layers, plan.on_paper)]
+        loading = [worker.post(load_stage, worker, layers, on_paper)
+                   for worker, layers, on_paper in zip(workers, plan.layers, plan.on_paper)]
         try:
             return [task.result() for task in loading]
         except BaseException as error:

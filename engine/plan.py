@@ -396,13 +396,13 @@ def choose_sizes(stages: list, demand: "Demand") -> CacheSizes:
     """How the memory that the weights have left is divided. stages: each has a card, costs, page_bytes and state_bytes.
 
     The pages hold demand.kv_tokens tokens. By default, where passes are packed, they hold a context, or a page of each
-    slot if that is more. Otherwise they hold the contexts of all slots, but no more than fits into
-    90 % of the free memory, and one context at least. Unless checkpoints are switched off (both memories 0), later
-    prompts can use more pages: the default is raised to KEPT_CONTEXTS contexts per slot, but no more than fits into a
-    quarter of the free memory. Checkpoints get demand.checkpoint_memory bytes of each card, by default a quarter of
-    what the pages leave, and demand.checkpoint_host_memory bytes of the host, by default an eighth of what experts
-    leave of the machine's memory. Each card has at least demand.least_checkpoints. More checkpoints than pages are of
-    no use, since a page has one at most.
+    slot if that is more. Otherwise they hold the contexts of all slots, but no more than fits into 90 % of the free
+    memory, and one context at least. Unless checkpoints are switched off (both memories 0), later prompts can use more
+    pages: the default is raised to KEPT_CONTEXTS contexts per slot, but no more than fits into a quarter of the free
+    memory. Checkpoints get demand.checkpoint_memory bytes of each card, by default a quarter of what the pages leave,
+    and demand.checkpoint_host_memory bytes of the host, by default an eighth of what experts and tables of embeddings
+    there leave of the machine's memory. Each card has at least demand.least_checkpoints. More checkpoints than pages
+    are of no use, since a page has one at most.
     """
     d, max_pages = demand, pages_for(demand.n_ctx)
     if d.kv_tokens is None and d.packed:
@@ -424,6 +424,7 @@ def choose_sizes(stages: list, demand: "Demand") -> CacheSizes:
     host_memory = d.checkpoint_host_memory
     if host_memory is None:
         locked = sum(stage.store.locked_bytes for stage in stages if stage.store)
+        locked += d.table_on_host * sum(stage.table_bytes for stage in stages)
         host_memory = max(machine_bytes() - locked, 0) // 8
     n_host = host_memory // max(sum(stage.state_bytes for stage in stages), 1)
     return CacheSizes(d.slots, max_pages, n_pages, max(n_checkpoints, d.least_checkpoints), min(n_host, n_pages))
@@ -936,11 +937,11 @@ class Planner:
         them."""
         n, stores = self.demand.n_ctx, [stage.store for stage in self.plan.on_paper if stage.store]
         if stores:
-            missing = sum(store.missing_bytes for store in stores)
-            links = sum(store.missing_bytes / probe.speed_of(store.card).link for store in stores)
-            disk, n_passes = sum(store.missing_bytes for store in stores if store.in_file) / DISK, len(self.passes(n))
-            return (f"a pass of {self.plan.chunk:,} tokens of a prompt needs {show_bytes(missing)} of experts that are "
-                    f"not on the cards: {links:.1f} s over their links" + f", up to {disk:.1f} s from the disk" * (
+            missing, n_passes = [store.missing_bytes for store in stores], len(self.passes(n))
+            links = sum(nbytes / probe.speed_of(store.card).link for nbytes, store in zip(missing, stores))
+            disk = sum(nbytes for nbytes, store in zip(missing, stores) if store.in_file) / DISK
+            return (f"a pass of {self.plan.chunk:,} tokens of a prompt needs {show_bytes(sum(missing))} of experts that "
+                    f"are not on the cards: {links:.1f} s over their links" + f", up to {disk:.1f} s from the disk" * (
                         disk > 0) + f"; a prompt of {n:,} tokens takes {n_passes:,} such pass{'es' * (n_passes > 1)}")
         if self.costs.works[-1].grouped:
             return "no ESTIMATE of the speed: there is none yet for mixtures of experts"
