@@ -940,9 +940,10 @@ class Planner:
             missing, n_passes = [store.missing_bytes for store in stores], len(self.passes(n))
             links = sum(nbytes / probe.speed_of(store.card).link for nbytes, store in zip(missing, stores))
             disk = sum(nbytes for nbytes, store in zip(missing, stores) if store.in_file) / DISK
-            return (f"a pass of {self.plan.chunk:,} tokens of a prompt needs {show_bytes(sum(missing))} of experts that "
-                    f"are not on the cards: {links:.1f} s over their links" + f", up to {disk:.1f} s from the disk" * (
-                        disk > 0) + f"; a prompt of {n:,} tokens takes {n_passes:,} such pass{'es' * (n_passes > 1)}")
+            from_disk = f", up to {disk:.1f} s from the disk" * (disk > 0)
+            return (f"a pass of {self.plan.chunk:,} tokens of a prompt needs {show_bytes(sum(missing))} of experts "
+                    f"that are not on the cards: {links:.1f} s over their links{from_disk}; a prompt of {n:,} tokens "
+                    f"takes {n_passes:,} such pass{'es' * (n_passes > 1)}")
         if self.costs.works[-1].grouped:
             return "no ESTIMATE of the speed: there is none yet for mixtures of experts"
         return (f"ESTIMATE, at {PEAK_SHARE:.0%} of the cards' peaks: a prompt of {n:,} tokens at "
