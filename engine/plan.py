@@ -39,6 +39,7 @@ from kernels.limits import CHECK_ROWS, WISHES
 from kernels.products import Products
 
 PEAK_SHARE = 0.75           # plans assume that products reach this share of a card's peak
+MIXTURE_SHARE = 0.42        # and that decode steps over experts reach this one, as they did on an H100 (results.md)
 ATTENTION_SHARE = 0.32      # share of the half2 peak that attention of prompts reaches (benchmarks/results.md)
 
 # ---- what layers compute and keep ------------------------------------------------------------------------------
@@ -933,8 +934,7 @@ class Planner:
 
     def speed_line(self) -> str:
         """How fast a prompt that fills the context is, and the answer behind it, for people. Where experts are missing
-        on cards, what that takes of a pass. Steps over experts are bound by more than bytes, so there is no estimate of
-        them."""
+        on cards, what that takes of a pass."""
         n, stores = self.demand.n_ctx, [stage.store for stage in self.plan.on_paper if stage.store]
         if stores:
             missing, n_passes = [store.missing_bytes for store in stores], len(self.passes(n))
@@ -944,11 +944,12 @@ class Planner:
             return (f"a pass of {self.plan.chunk:,} tokens of a prompt needs {show_bytes(sum(missing))} of experts "
                     f"that are not on the cards: {links:.1f} s over their links{from_disk}; a prompt of {n:,} tokens "
                     f"takes {n_passes:,} such pass{'es' * (n_passes > 1)}")
-        if self.costs.works[-1].grouped:
-            return "no ESTIMATE of the speed: there is none yet for mixtures of experts"
+        share = MIXTURE_SHARE if self.costs.works[-1].grouped else PEAK_SHARE
+        cards, hops = self.step_seconds(n)
         return (f"ESTIMATE, at {PEAK_SHARE:.0%} of the cards' peaks: a prompt of {n:,} tokens at "
                 f"{n / self.prompt_schedule(n).seconds:,.0f} tokens/s, one answer behind it at "
-                f"{1 / sum(self.step_seconds(n)):,.0f}")
+                f"{1 / (cards * PEAK_SHARE / share + hops):,.0f}"
+                + f" (at {share:.0%}: it reads experts)" * (share != PEAK_SHARE))
 
     def hop_lines(self) -> list[str]:
         """What hops between cards cost, for people. Shares of time count on all experts being on the cards."""

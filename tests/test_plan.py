@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 import qengine
+from benchmarks import figures
 from cli.options import build_parser
 from engine import expert_store, plan
 from engine.plan import LEAST_CHECKPOINTS, Demand, Planner, Work, best_split, most, most_drafts, schedule
@@ -298,8 +299,16 @@ def test_a_plan_estimates_speeds():
                                re.M).groups()
     assert int(prompt.replace(",", "")) == round(18432 / plans.prompt_schedule(18432).seconds)
     assert 19 < int(answer) < 23
-    text = planner("synthetic:35b-a3b:q4_k", open_cards("emulated:cmp-100-210,cmp-100-210")).report()
-    assert "ESTIMATE, at" not in text and "no ESTIMATE of the speed" in text and "share of time in hops" in text
+
+
+def test_a_plan_estimates_the_speed_of_a_mixture():
+    """Its decode steps reach less of a card's bandwidth: the share that they reached on an H100."""
+    assert plan.MIXTURE_SHARE == round(figures.figure("mixture", "Q4_K", "decode at 297", 2) / 100, 2)
+    plans = planner("synthetic:35b-a3b:q4_k", open_cards("emulated:cmp-100-210,cmp-100-210"), n_ctx=4096)
+    cards, hops = plans.step_seconds(4096)
+    answer = 1 / (cards * plan.PEAK_SHARE / plan.MIXTURE_SHARE + hops)
+    assert 100 < answer < 200
+    assert f", one answer behind it at {answer:,.0f} (at 42%: it reads experts)" in plans.report()
 
 
 def test_a_plan_says_what_experts_that_are_not_on_the_cards_cost_a_prompt():
