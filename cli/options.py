@@ -211,7 +211,7 @@ def add_tasks(parser: Parser):
                            "throttled, and keep the result; uses no model")
     what.add_argument("--plan", action="store_true",
                       help="show what the model would take of each card's memory, the longest context that fits, and "
-                           "what passing from card to card costs; loads nothing")
+                           "what passing from card to card costs; loads nothing (a GB has 2^30 bytes)")
     what.add_argument("--print-config", action="store_true",
                       help="show the model's configuration, and what --ctx, --slots and --card make of it")
 
