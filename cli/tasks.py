@@ -3,6 +3,7 @@
 import dataclasses
 
 import qengine
+from engine.hub import HeadersOf
 from engine.text_engine import wrong_kind
 from kernels import probe
 from kernels.open import open_cards
@@ -12,6 +13,7 @@ from .bench import run_bench
 from .chat import run_chat, run_prompt
 from .engines import Wishes, check_eyes, write_json
 from .models import open_models, plans, sampling_of
+from .named import is_several
 from .perplexity import run_perplexity
 
 
@@ -47,11 +49,20 @@ def run_plan(options) -> int:
     return 0
 
 
+def want_headers(options):
+    """Files of the Hub are not downloaded for these options: the headers of models are enough."""
+    for own in (options, *(options.each if is_several(options) else ())):
+        for name in "model", "mmproj", "embedding_model", "reranking_model":
+            setattr(own, name, HeadersOf.named(getattr(own, name)))
+
+
 def run(options) -> int:
     """Does what the parsed command line asks; returns the exit code."""
     sampling, wishes = sampling_of(options), Wishes.of(options)
     if options.trace:
         write_json(options.trace, {})       # now, so that a recording is not lost because of a mistyped folder
+    if options.plan or options.print_config:
+        want_headers(options)
     if options.print_config:
         return print_config(options)
     if options.serve is not None:

@@ -30,6 +30,7 @@ MAX_KEY_BYTES = 65535  # the longest key that the GGUF specification allows
 # The name of one part of a model: what all parts have in common, the part's number from 1 on, and how many there are.
 PART_NAME = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf", re.DOTALL)
 OF_ONE_PART = {"split.no", "general.alignment"}     # keys in which the parts of a model may differ
+HEADERS = "headers"     # the name of a folder whose files have nothing behind their headers
 
 
 @dataclass(frozen=True)
@@ -158,6 +159,9 @@ class File(Keys):
     tensors    name -> TensorInfo
     bytes      the whole file, mapped into memory: for the header. Tensors are read (engine/reading.py), since the file
                may be cut meanwhile
+    data_start where the header ends, in bytes
+
+    A file in a folder that is named HEADERS has nothing behind its header (engine/hub.py). Its tensors are not read.
 
     Counts and lengths are compared with the bytes that are left before anything is allocated, so that a
     damaged file ends in a `ModelError` at once. Format: github.com/ggml-org/ggml/blob/master/docs/gguf.md
@@ -188,8 +192,10 @@ class File(Keys):
 
     def read(self, name: str, start: int, into: np.ndarray):
         """Fills `into`, uint8, with the bytes of a tensor from `start` on. Raises ModelError if the file has been cut
-        since it was opened, or if the disk fails."""
+        since it was opened, if the disk fails, or if the file has only its header."""
         tensor = self.tensors[name]
+        if Path(self.path).parent.name == HEADERS:
+            raise ModelError(f"{self.path}: tensor '{name}' cannot be read: only the header of this file was fetched")
         try:
             read_into(self._file, tensor.offset + start, into)
         except EOFError:
@@ -249,7 +255,7 @@ class File(Keys):
         alignment = self.get("general.alignment", int, 32)
         if alignment < 8 or alignment & (alignment - 1) or alignment > 1 << 20:
             raise ModelError(f"{self.path}: key 'general.alignment' is {alignment}, not a power of two >= 8")
-        start = -(-cursor.at // alignment) * alignment
+        self.data_start = start = -(-cursor.at // alignment) * alignment
         end = len(self.bytes)
         used = start
         for tensor, at in sorted(rows, key=lambda row: row[0].offset):

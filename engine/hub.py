@@ -11,8 +11,11 @@ and found by itself where the model is one of the Hub.
 huggingface_hub brings the cache, the lists of files and the way there, so its variables count: HF_HOME for the place,
 HF_TOKEN for who asks, HF_ENDPOINT for a mirror, HF_HUB_OFFLINE for the cache alone. It throws away what an interrupted
 download has brought, so `fill_cache` puts files into its cache, and goes on where it was.
+
+A plan needs no more than the headers of a model's files, some megabytes of many gigabytes: see HeadersOf.
 """
 
+import atexit
 import dataclasses
 import difflib
 import functools
@@ -20,11 +23,12 @@ import hashlib
 import os
 import re
 import shutil
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from engine.gguf import PART_NAME
+from engine.gguf import HEADERS, PART_NAME, File
 from engine.images import PAD
 from engine.limits import DEFAULT_EYES, DEFAULT_MODEL
 from engine.request import ModelError
@@ -41,6 +45,8 @@ IMATRIX = re.compile(r"^imatrix|imatrix\.gguf$", re.IGNORECASE)             # of
 SPECIAL = {"ud", "i1", "imat", "imatrix"}       # marks of models that are quantised with more than their own weights
 MOST_LISTED = 20
 BEGUN = ".incomplete"       # behind the name of a file in the cache that has not come as a whole
+HEADER_BYTES = 4 << 20      # of a file are read at first for its header; with a large vocabulary it has more
+MOST_HEADER_BYTES = 1 << 28
 
 
 @dataclass(frozen=True)
@@ -61,22 +67,32 @@ class HubName:
         return f"{PREFIX}{self.repository}" + (f"@{self.revision}" if self.revision else "")
 
 
+class HeadersOf(str):
+    """A user's name for a model, where nothing is wanted but the headers of its files. What is in the cache is taken
+    from there."""
+
+    @classmethod
+    def named(cls, model):
+        """The same name, if it is one of the Hub; anything else, and None, as it is."""
+        return cls(model) if str(model).startswith(PREFIX) else model
+
+
 class NoSuchFile(ModelError):
     """A repository without any file of the kind that was looked for."""
 
 
 def local_path(model: str | Path, note: Callable[[str], None], kind: str = MODEL) -> str | Path:
     """The path of the file that a user's name for a model means, or for its eyes (kind). Files of the Hub are
-    downloaded unless they are in the cache; `note` is told which. Any other name is a path already. Raises
-    ModelError."""
+    downloaded unless they are in the cache; `note` is told which. Of HeadersOf there are headers alone. Any other name
+    is a path already. Raises ModelError."""
     if str(model).startswith(PREFIX):
-        return download(HubName.of(str(model)), note, kind)
+        return download(HubName.of(str(model)), note, kind, isinstance(model, HeadersOf))
     if not os.path.exists(model) and (name := hub_name(str(model))):
         raise ModelError(f"{model}: there is no such file; the Hub's repository of this name is {name}")
     return model
 
 
-@functools.cache
+@functools.lru_cache(typed=True)        # HeadersOf a name is not the name
 def local_eyes(mmproj: str | Path | None, model: str | Path, note: Callable[[str], None]) -> str | Path | None:
     """The path of the file with a model's eyes; None for none.
 
@@ -94,7 +110,8 @@ def local_eyes(mmproj: str | Path | None, model: str | Path, note: Callable[[str
     if not str(model).startswith(PREFIX):
         return None
     try:
-        return download(dataclasses.replace(HubName.of(str(model)), wish=None), note, EYES)
+        name = dataclasses.replace(HubName.of(str(model)), wish=None)
+        return download(name, note, EYES, isinstance(model, HeadersOf))
     except NoSuchFile:
         return None
 
@@ -117,9 +134,9 @@ def hub_name(text: str) -> str | None:
     return None if is_path or BARE_NAME.fullmatch(text) is None else PREFIX + text
 
 
-def download(name: HubName, note: Callable[[str], None], kind: str) -> str:
-    """The path of the model's file in the cache, or of the first of its files. kind: MODEL or EYES. Raises
-    ModelError."""
+def download(name: HubName, note: Callable[[str], None], kind: str, only_headers: bool = False) -> str:
+    """The path of the model's file in the cache, or of the first of its files. kind: MODEL or EYES. only_headers: or of
+    their headers, if they are not in the cache. Raises ModelError."""
     import huggingface_hub      # here: half a second that nothing else needs
     try:
         commit = huggingface_hub.HfApi().resolve_revision(name.repository, revision=name.revision).resolved
@@ -128,8 +145,11 @@ def download(name: HubName, note: Callable[[str], None], kind: str) -> str:
         missing = [file for file in files if not in_cache(name.repository, file, commit)]
         if missing:
             n_bytes = sum(sizes[file] or 0 for file in missing)
-            check_space(name, n_bytes)
             several = f" and {len(files) - 1} more parts" if len(files) > 1 else ""
+            if only_headers:
+                note(f"reading the header of {files[0]}{several} of {name}; the whole has {show_bytes(n_bytes)}")
+                return fetched_headers(name.repository, files, commit)
+            check_space(name, n_bytes)
             note(f"downloading {files[0]}{several} of {name}, {show_bytes(n_bytes)}")
         else:
             note(f"{kind.removesuffix(' file')} file: {files[0]} of {name}")
@@ -348,6 +368,56 @@ def fill_cache(repository: str, file: str, address: str, metadata):
                      displayed_filename=file)
         check_sum(file, begun, metadata.etag)
         os.replace(begun, blob)
+
+
+def fetched_headers(repository: str, files: list[str], commit: str) -> str:
+    """The path of a file with the header of the first of these files; those of the others lie beside it. Behind a header
+    the file has a hole, as long as the data is. The files are gone when the program ends."""
+    import huggingface_hub
+    folder = Path(tempfile.mkdtemp(prefix="qengine-"), HEADERS)
+    atexit.register(shutil.rmtree, folder.parent, ignore_errors=True)
+    folder.mkdir()
+    for file in files:
+        address = huggingface_hub.hf_hub_url(repository, file, revision=commit)
+        fetch_header(address, folder / os.path.basename(file), huggingface_hub.get_hf_file_metadata(address).size)
+    return str(folder / os.path.basename(files[0]))
+
+
+def fetch_header(address: str, path: Path, n_bytes: int):
+    """Makes a file of n_bytes that has the header of the one at an address. Raises ModelError if that is no GGUF
+    file."""
+    begin, end = 0, HEADER_BYTES
+    while True:
+        end = min(end, n_bytes)
+        with open(path, "r+b" if begin else "wb") as out:
+            out.seek(begin)
+            read_range(address, begin, end, out)
+            out.truncate(n_bytes)
+        try:
+            if File(path).data_start <= end:
+                return
+        except ModelError:      # what was read may end within the header
+            if end == n_bytes or end >= MOST_HEADER_BYTES:
+                raise
+        begin, end = end, 2 * end
+
+
+def read_range(address: str, begin: int, end: int, out):
+    """Writes these bytes of the file at an address."""
+    from huggingface_hub import constants
+    from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status
+    headers = build_hf_headers() | {"Range": f"bytes={begin}-{end - 1}"}
+    with get_session().stream("GET", address, headers=headers, timeout=constants.HF_HUB_DOWNLOAD_TIMEOUT,
+                              follow_redirects=True) as response:
+        hf_raise_for_status(response)
+        skipped, left = begin if response.status_code == 200 else 0, end - begin     # 200: all of the file comes
+        for piece in response.iter_bytes(1 << 16):
+            kept = piece[skipped:][:left]
+            skipped, left = max(skipped - len(piece), 0), left - len(kept)
+            out.write(kept)
+            if not left:
+                return
+    raise ConnectionError(f"{left} bytes are missing")
 
 
 def check_sum(file: str, path: Path, etag: str):

@@ -35,7 +35,7 @@ class Hub:
     has before its connection breaks, one item for each answer, None for a whole one; then all are whole. spoilt: files
     whose bytes arrive changed. status: what every request is answered with, if anything. tokens: Authorization of
     requests for the bytes of files, which come from another host name. slow: seconds before each 64 kB behind the first
-    FAST_BYTES of an answer."""
+    FAST_BYTES of an answer. takes_ranges: or whole files come, whatever is asked."""
 
     repositories: dict[str, Repository]
     port: int = 0
@@ -45,6 +45,7 @@ class Hub:
     spoilt: tuple[str, ...] = ()
     status: int | None = None
     slow: float = 0
+    takes_ranges: bool = True
 
     @property
     def address(self) -> str:
@@ -114,11 +115,12 @@ def app_of(hub: Hub) -> flask.Flask:
         hub.tokens.append(flask.request.headers.get("Authorization"))
         if path in hub.spoilt:
             data = data[:-1] + bytes([data[-1] ^ 1])
-        first = int(flask.request.headers.get("Range", "bytes=0-").removeprefix("bytes=").rstrip("-"))
+        wish = flask.request.headers.get("Range") if hub.takes_ranges else None
+        first, _, last = (wish or "bytes=0-").removeprefix("bytes=").partition("-")
+        first, last = int(first), min(int(last or len(data)), len(data) - 1)
         cut = hub.cuts.pop(0) if hub.cuts else None
-        return flask.Response(pieces(hub, data[first:], cut), 206 if first else 200, {
-            "Content-Length": str(len(data) - first),
-            "Content-Range": f"bytes {first}-{len(data) - 1}/{len(data)}"})
+        return flask.Response(pieces(hub, data[first:last + 1], cut), 206 if wish else 200, {
+            "Content-Length": str(last + 1 - first), "Content-Range": f"bytes {first}-{last}/{len(data)}"})
 
     return app
 

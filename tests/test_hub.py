@@ -24,7 +24,8 @@ import pytest
 import qengine
 from cli.main import main
 from engine import hub as ours
-from engine.hub import EYES, HubName, chosen, local_eyes, local_path, models_in
+from engine.gguf import GGUF, File
+from engine.hub import EYES, HEADER_BYTES, HubName, chosen, local_eyes, local_path, models_in
 from engine.limits import DEFAULT_EYES, DEFAULT_MODEL
 from engine.request import ModelError
 from tests.clients import HI, app_of
@@ -100,7 +101,7 @@ def nothing_was_asked(request):
     if "hub" in request.fixturenames:
         hub = request.getfixturevalue("hub")
         hub.asked.clear(), hub.tokens.clear(), hub.cuts.clear()
-        hub.spoilt, hub.status, hub.slow = (), None, 0
+        hub.spoilt, hub.status, hub.slow, hub.takes_ranges = (), None, 0, True
 
 
 # ---- which file a name means -----------------------------------------------------------------------------------
@@ -449,6 +450,69 @@ def test_the_command_line_takes_names_of_the_hub(tmp_path, capsys):
                                 env=environment(hub, tmp_path / "home"), capture_output=True, timeout=120)
     assert main(["-m", TINY, *asked]) == 0
     assert answer.stdout == capsys.readouterr().out, answer.stderr
+
+
+# ---- headers ---------------------------------------------------------------------------------------------------
+
+
+def test_a_plan_of_a_model_of_the_hub_downloads_nothing(tmp_path, capsys):
+    """It reads the headers, and says what it says of the files. Nothing is left of them."""
+    files = {f"M-Q8_0-0000{i}-of-00002.gguf": path for i, path in enumerate(split(DEFAULT_MODEL, tmp_path, 2), 1)}
+    files["mmproj-Q8_0.gguf"] = DEFAULT_EYES
+    asked = ["--plan", "--card", "emulated:cmp-100-210"]
+    with serving({"us/M": Repository({name: path.read_bytes() for name, path in files.items()})}) as hub:
+        for folder in "home", "temporary":
+            (tmp_path / folder).mkdir()
+        variables = environment(hub, tmp_path / "home", TMPDIR=str(tmp_path / "temporary"))
+        answers = [subprocess.run([sys.executable, "qengine.py", "-m", "hf:us/M", *what], cwd=ROOT, env=variables,
+                                  text=True, capture_output=True, timeout=120) for what in (asked, ["--print-config"])]
+        read = [f"us/M/{name} bytes=0-{min(path.stat().st_size, HEADER_BYTES) - 1}" for name, path in files.items()]
+        assert hub.files_asked() == read + read[:2]
+        assert max(path.stat().st_size for path in files.values()) > HEADER_BYTES
+    assert main(["-m", str(DEFAULT_MODEL), *asked]) == 0
+    assert answers[0].stdout == capsys.readouterr().out, answers[0].stderr
+    assert main(["-m", str(DEFAULT_MODEL), "--print-config"]) == 0
+    assert [a for a in answers[1].stdout.splitlines() if not a.startswith("name =")] == [
+        a for a in capsys.readouterr().out.splitlines() if not a.startswith("name =")]
+    assert "reading the header of M-Q8_0-00001-of-00002.gguf and 1 more parts of hf:us/M; " in answers[0].stderr
+    assert list((tmp_path / "temporary").iterdir()) == [] and list((tmp_path / "home").rglob("*.gguf")) == []
+
+
+def ask_for_headers(hub, home, name, most=1 << 28, **variables):
+    """As `ask`, for the headers of a model, of which 1,000 bytes are asked for at first."""
+    before = ("import sys, engine.hub as ours; ours.HEADER_BYTES, ours.MOST_HEADER_BYTES = "
+              f"1000, {most}; sys.modules['__main__'].local_path = "
+              "lambda name, note: ours.local_path(ours.HeadersOf(name), note)")
+    return ask(hub, home, name, before, TMPDIR=str(home), **variables)
+
+
+@pytest.mark.parametrize("takes_ranges", [True, False])
+def test_of_a_header_as_much_is_read_as_it_has(hub, tmp_path, takes_ranges):
+    """Its tensors cannot be read."""
+    hub.takes_ranges = takes_ranges
+    path, said, _ = ask_for_headers(hub, tmp_path, "hf:us/Tiny-GGUF")
+    whole, file = File(TINY), File(path)
+    end = 1000 * 2**(len(hub.files_asked()) - 1)
+    assert end / 2 < whole.data_start <= end < len(MODEL) and len(hub.files_asked()) > 1
+    assert file.tensors == whole.tensors and path.read_bytes() == MODEL[:end] + bytes(len(MODEL) - end)
+    with pytest.raises(ModelError, match="only the header of this file was fetched"):
+        GGUF(path).data(next(iter(file.tensors)))
+
+
+def test_headers_of_what_is_in_the_cache_are_read_there(hub, tmp_path):
+    path, _, _ = ask(hub, tmp_path, "hf:us/Tiny-GGUF")
+    assert ask_for_headers(hub, tmp_path, "hf:us/Tiny-GGUF")[0] == path
+
+
+def test_headers_that_never_end_and_files_without_any(hub, tmp_path):
+    _, said, _ = ask_for_headers(hub, tmp_path, "hf:us/Tiny-GGUF", most=4000)
+    assert "Tiny-Q4_K_M.gguf: " in said
+    assert hub.files_asked()[-1] == "us/Tiny-GGUF/Tiny-Q4_K_M.gguf bytes=2000-3999"
+    _, said, _ = ask_for_headers(hub, tmp_path, "hf:us/Parts-GGUF:Q6_K")
+    assert "M-Q6_K.gguf: " in said
+    hub.cuts[:] = [10] * 20
+    _, said, _ = ask_for_headers(hub, tmp_path, "hf:us/Tiny-GGUF")
+    assert said.startswith("hf:us/Tiny-GGUF: the download broke off")
 
 
 REQUESTS = {
