@@ -371,8 +371,8 @@ def fill_cache(repository: str, file: str, address: str, metadata):
 
 
 def fetched_headers(repository: str, files: list[str], commit: str) -> str:
-    """The path of a file with the header of the first of these files; those of the others lie beside it. Behind a header
-    the file has a hole, as long as the data is. The files are gone when the program ends."""
+    """The path of a file with the header of the first of these files; those of the others lie beside it. Behind the
+    header is a hole, as long as the data is. The files are gone when the program ends."""
     import huggingface_hub
     folder = Path(tempfile.mkdtemp(prefix="qengine-"), HEADERS)
     atexit.register(shutil.rmtree, folder.parent, ignore_errors=True)
