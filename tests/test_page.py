@@ -282,13 +282,41 @@ def test_an_answer_can_be_changed(page, engine):
     say(page, "one")
     button(answers(page), "Edit").click()
     page.get_by_label("Message").fill("I say **this**.")
-    button(page, "Send").click()
+    button(page, "Save").click()
     expect(answers(page)).to_contain_text("I say this.")
+    expect(button(page, "Send")).to_be_visible()
     expect(answers(page)).to_contain_text("written by you")
     expect(answers(page)).to_contain_text("2 of 2")
     assert len(engine.requests) == 1                            # the model was not asked
     say(page, "two")
     assert "I say **this**." in prompts(engine)[-1] and "You said one" not in prompts(engine)[-1]
+
+
+def test_what_was_typed_is_not_thrown_away_by_an_edit(page):
+    """Neither the draft before it, nor, without a question, the changes."""
+    say(page, "one")
+    field, asked = page.get_by_label("Message"), []
+    page.on("dialog", lambda dialog: (asked.append(dialog.message), dialog.accept() if is_agreed else dialog.dismiss()))
+    field.fill("a long draft of mine")
+    button(answers(page), "Edit").click()
+    expect(field).to_have_value("You said one.")
+    button(page, "Cancel").click()
+    expect(field).to_have_value("a long draft of mine")
+    assert not asked                                            # nothing was changed
+    is_agreed = False
+    button(answers(page), "Edit").click()
+    field.fill("a better answer")
+    leave = [lambda: button(page, "Cancel").click(), lambda: page.keyboard.press("Escape"),
+             lambda: button(page, "New chat").click(), lambda: chats(page).first.click(),
+             lambda: button(page.get_by_role("article", name="You"), "Edit").click()]
+    for n, way in enumerate(leave, start=1):
+        way()
+        expect(field).to_have_value("a better answer")
+        assert asked == ["Give up your changes?"] * n
+    is_agreed = True
+    button(page, "New chat").click()
+    expect(field).to_have_value("a long draft of mine")
+    expect(page.get_by_text("Ask something.")).to_be_visible()
 
 
 def test_a_reload_keeps_the_conversation_and_new_chat_begins_another(page):

@@ -9,7 +9,7 @@ function showChats() {
   $("show-chats").setAttribute("aria-expanded", !$("chats").hidden);
   $("chat-list").replaceChildren(...all.map(one => el("li", {class: one === chat && "shown"},
     el("button", {type: "button", class: "title", title: titleOf(one), "aria-current": one === chat && "page",
-      click: () => open(one)}, titleOf(one)),
+      click: () => { if (mayLeave()) open(one); }}, titleOf(one)),
     el("button", {type: "button", class: "quiet", "aria-label": `Delete “${titleOf(one)}”`, title: "Delete",
       click: () => remove(one)}, "×"))));
   $("none-kept").hidden = all.length > 0;
@@ -40,7 +40,11 @@ function left(one) {
   one === chat ? open(makeChat()) : showChats();
 }
 
-$("clear").addEventListener("click", () => { open(makeChat()); $("text").focus(); });
+$("clear").addEventListener("click", () => {
+  if (!mayLeave()) return;
+  open(makeChat());
+  $("text").focus();
+});
 $("show-chats").addEventListener("click", () => {
   const isShown = !$("chats").hidden;
   if (WIDE.matches) set("showsChats", isShown ? false : undefined);

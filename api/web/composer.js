@@ -1,21 +1,28 @@
 "use strict";
 // The field for the next message, and the pictures that go with it.
 
-let edited = null;      // the message that is being changed
+const EMPTY = {text: "", urls: []};
+let edited = null, draft = EMPTY;   // the message that is being changed, and what the composer had before
 let chosen = [], reading = 0;       // data: URLs of the next message's pictures; files that are being read
 let sees = null;                    // {pixels of a picture, pictures of a request}; null: the model has no eyes
 const AS_THEY_ARE = ["image/png", "image/jpeg", "image/webp", "image/gif"], MOST_BYTES = 4e6;
 
-/** Begins to change a message; null: ends it. */
+/** Begins to change a message; null: ends it, and the composer has again what it had before. */
 function edit(message) {
+  if (!edited) draft = message ? {text: $("text").value, urls: chosen} : EMPTY;
   edited = message;
+  const isAnswer = message?.role === "assistant", urls = (message?.pictures ?? []).map(pictureAt).filter(Boolean);
   $("editing").hidden = !message;
-  $("edited-kind").textContent = message?.role === "assistant" ? "an answer" : "a message";
-  $("text").value = message?.content ?? "";
-  choose((message?.pictures ?? []).map(pictureAt).filter(Boolean));
+  $("edited-kind").textContent = isAnswer ? "an answer" : "a message";
+  $("send").textContent = isAnswer ? "Save" : "Send";
+  $("text").value = message ? message.content : draft.text;
+  choose(message ? urls : draft.urls);
   turns.forEach(turn => turn.update());
   $("text").focus();
 }
+
+/** Whether nothing is lost if the message that is being changed is left, or the reader agrees to that. */
+const mayLeave = () => !edited || $("text").value === edited.content || confirm("Give up your changes?");
 
 /** Sends what the composer has. A changed message becomes a version beside the one before the change. */
 function send() {
@@ -43,12 +50,12 @@ $("text").addEventListener("keydown", event => {
   const isOrdinary = event.isComposing || event.shiftKey || matchMedia("(pointer: coarse)").matches;
   if (event.key === "Enter" && !isOrdinary) { event.preventDefault(); send(); }
 });
-$("keep").addEventListener("click", () => edit(null));
+$("cancel").addEventListener("click", () => { if (mayLeave()) edit(null); });
 $("stop").addEventListener("click", () => running?.abort.abort());
 addEventListener("keydown", event => {
   if (event.key !== "Escape" || $("settings").open) return;
   if (running) running.abort.abort();
-  else if (edited) edit(null);
+  else if (edited && mayLeave()) edit(null);
 });
 addEventListener("pagehide", () => {
   if (running) { running.abort.abort(); keep(running); }

@@ -21,7 +21,7 @@ function userTurn(message) {
   function update() {
     node.classList.toggle("edited", message === edited);
     foot.replaceChildren(...versionButtons(message),
-      el("span", {class: "actions"}, button("Edit", () => edit(message))));
+      el("span", {class: "actions"}, button("Edit", () => mayLeave() && edit(message))));
   }
   return {node, message, update};
 }
@@ -50,7 +50,7 @@ function answerTurn(message) {
       isLast && el("button", {type: "button", click: regenerate}, "Try again"))] : []);
     foot.replaceChildren(el("span", {class: "figures"}, message.figures ?? ""), ...versionButtons(message),
       el("span", {class: "actions"}, ...message.content ? [copyButton(() => message.content)] : [],
-        ...message.content && !message.calls?.length ? [button("Edit", () => edit(message))] : [],
+        ...message.content && !message.calls?.length ? [button("Edit", () => mayLeave() && edit(message))] : [],
         ...isLast && !message.error ? [button("Regenerate", regenerate)] : []));
   }
   return {node, message, update};
