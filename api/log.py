@@ -8,9 +8,11 @@
 experts do not all lie on the cards, `expert_hits` is the share that decode steps found there while the request ran, in
 steps of all requests. The line is written when the last byte of the answer is written, or when the client has gone.
 The id is taken from the request's header X-Request-Id, if that is a sensible one, and sent back in the same header.
-Where a request has several answers, the counts and tokens_per_s are of all answers together. Of a client that may not
-ask, `error` says why, because a browser hides the answer from its page. Text of prompts is logged only with
---log-prompts. While a long prompt is read, a line every few seconds says how much of it is read:
+Where a request has several answers, the counts and tokens_per_s are of all answers together. Where several models are
+served, `model` is the one that answers. Of a request that is refused, `error` says why, because many clients hide the
+answer. Where a field is at fault, `param` names it instead, for the sentence may quote the text of the field; text of
+prompts is logged only with --log-prompts. While a long prompt is read, a line every few seconds says how much of it is
+read:
 
     id=5c0e... method=POST path=/v1/chat/completions seconds=10.112 prompt=131072 read=32768
 """
@@ -31,9 +33,12 @@ import tqdm
 from engine.pooling import TextsRequest
 from engine.request import read_of, share_read
 
+from .errors import ErrorAnswer
+
 REFRESH_SECONDS = 0.25
 READING_SECONDS = 5         # between two lines about the reading of a prompt
 MAX_LINES = 8               # of running requests
+MAX_PARAM = 200             # letters of a field's path
 SANE_ID = re.compile(r"[\w.:-]{1,100}", re.ASCII)
 POLLED = {"/health", "/metrics", "/pipes", "/experts", "/waiting"}      # asked often, so not logged
 NO_NEWS = {200, 204, 503}                       # when answered so: all is well, or the model is still loading
@@ -49,9 +54,10 @@ class Exchange:
         self.id = given if SANE_ID.fullmatch(given) else uuid.uuid4().hex
         self.method, self.path = request.method, request.path
         self.status, self.started, self.ended = None, time.perf_counter(), None
-        self.refusal = None             # why a client may not ask: browsers hide from pages what the answer says
+        self.refusal = None             # an ErrorAnswer
         self.generations, self.engine = [], None        # Generations or TextsJobs, and whose
         self.served = None                              # the model that is lent to this request
+        self.model = None                               # its name, where there are several
         self.told = self.started        # when a line was last written, or the request came
         self.experts_before = None
 
@@ -63,10 +69,12 @@ class Exchange:
 
     def __str__(self):
         fields = self.address | {"status": self.status, "seconds": f"{self.ended - self.started:.3f}"}
+        if self.model:
+            fields["model"] = urllib.parse.quote(self.model)
         if self.generations:
             fields |= self.counts()
         if self.refusal:
-            fields["error"] = json.dumps(self.refusal)
+            fields |= reason_of(self.refusal)
         return written(fields)
 
     @property
@@ -108,6 +116,13 @@ class Exchange:
         times = sorted(time for g in self.generations for time in g.token_times[:1] + g.token_times[-1:])
         n = sum(len(g.token_times) - 1 for g in self.generations if g.token_times)
         return n / (times[-1] - times[0]) if n > 0 else None
+
+
+def reason_of(refusal: ErrorAnswer) -> dict:
+    """Why a request was refused: the fields of its line."""
+    if refusal.field is None:
+        return {"error": json.dumps(refusal.message)}
+    return ({"code": refusal.code} if refusal.code else {}) | {"param": json.dumps(refusal.field[:MAX_PARAM])}
 
 
 def written(fields: dict) -> str:

@@ -97,6 +97,7 @@ class Service:
         stays until the last byte of the answer is written. timeout: seconds that the request allows. Raises as
         `Models.lend` does; DeadlineExceeded."""
         begun, gone, exchange = time.perf_counter(), client_watch(), flask.g.exchange
+        exchange.model = served.name if len(self.models.served) > 1 else None
 
         def go_on():
             if self.closing or gone():
@@ -334,8 +335,7 @@ def create_app(engine: TextEngine | PoolingEngine | None = None, side=(), *, sam
     @app.errorhandler(Exception)
     def failed(error):
         answer = explain(error)
-        if answer.status in (401, 403):
-            flask.g.exchange.refusal = answer.message
+        flask.g.exchange.refusal = answer
         protocol = openapi.protocol_of(flask.request.endpoint, flask.request.path)
         return protocol.error_body(answer), answer.status, answer.headers
 

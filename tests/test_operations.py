@@ -19,9 +19,11 @@ from prometheus_client.parser import text_string_to_metric_families
 
 import qengine
 from api import access, log, page, reply
+from api.service import create_app
 from cli.main import main
 from engine.pipes import PIPES_SECONDS, PipeMeter
 from engine.request import EngineStopped, Request, RequestError
+from engine.served import Models, Served
 from kernels.emulated import counting
 from kernels.q8_gemv import gemv_q8_q8
 from tests.clients import CHAT, HI, TEXT, app_of, assert_error, official_client, send, serving, wait_until
@@ -269,7 +271,7 @@ def lines(caplog):
 
     def read(n=None):
         wait_until(lambda: n is None or len(caplog.messages) >= n)
-        fields = [re.split(" (?:text|error)=", message)[0].split(" ") for message in caplog.messages]
+        fields = [re.split(" (?:text|error|param)=", message)[0].split(" ") for message in caplog.messages]
         return [dict(field.split("=", 1) for field in each) for each in fields]
     return read
 
@@ -298,6 +300,41 @@ def test_the_log_says_so_of_a_server_with_keys_too(caplog, headers, said):
     client = web(keys=["secret"], origins=[OURS])
     (client.options if PREFLIGHT.items() <= headers.items() else client.get)("/v1/models", headers=headers).close()
     assert caplog.messages[-1].endswith(f" error={json.dumps(said)}")
+
+
+@pytest.mark.parametrize("path, body, said", [
+    (CHAT, BODY | {"temperature": 9}, 'param="temperature"'), (CHAT, {"messages": []}, 'param="messages"'),
+    (CHAT, BODY | {"messages": [HI | {"content": ["my secret"]}]}, 'param="messages[0].content[0]"'),
+    (CHAT, BODY | {"my secret": 1}, 'param="my secret"'),               # a name, and no prompt
+    (CHAT, {"messages": [HI | {"content": "my secret " * 5000}]}, 'code=context_length_exceeded param="messages"'),
+    (CHAT, [], 'error="the request body must be a JSON object"'),
+    ("/v1/embeddings", {"input": "a"}, 'code=model_not_found param="model"'),
+    ("/v1/chat", {}, 'error="POST /v1/chat is not served; /openapi.json says what is"')], ids=str)
+def test_the_log_says_why_a_request_was_refused(caplog, path, body, said):
+    """And quotes no text of it."""
+    caplog.set_level(logging.INFO, "qengine.requests")
+    answer = web().post(path, json=body)
+    assert answer.status_code in (400, 404), answer.json
+    answer.close()
+    assert caplog.messages[-1].endswith(f" {said}"), caplog.messages
+    assert "secret" not in caplog.text or said == 'param="my secret"'
+
+
+def test_the_log_says_that_a_server_was_busy(caplog):
+    caplog.set_level(logging.INFO, "qengine.requests")
+    web(max_requests=0).post(CHAT, json=BODY).close()
+    assert caplog.messages[-1].endswith(' error="too many requests: 0 of 0 are open already"')
+
+
+def test_the_log_names_the_model_where_there_are_several(lines):
+    engines = [PacedEngine(ANSWER) for _ in range(2)]
+    for engine, name in zip(engines, ("qwen small", "other")):
+        engine.name = name
+    client = create_app(models=Models(list(map(Served, engines)))).test_client()
+    for asked in "small", "other", "unknown":
+        client.post(CHAT, json=BODY | {"model": asked}).close()
+    web().post(CHAT, json=BODY).close()
+    assert [line.get("model") for line in lines()] == ["qwen%20small", "other", "qwen%20small", None]
 
 
 def test_a_line_for_each_request(lines):
