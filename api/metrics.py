@@ -1,7 +1,8 @@
 """GET /metrics, for Prometheus: vLLM's names with the prefix "qengine:", so that dashboards
 made for vLLM need to change nothing else.
 
-As in vLLM, every series has the label model_name. The series about checkpoints have no counterpart in vLLM, nor have
+As in vLLM, every series has the label model_name; of a request that was refused before a model had it, that is empty.
+The series about checkpoints and refusals have no counterpart in vLLM, nor have
 drafts_checked and drafts_accepted, by the position of a draft in its check, from 1 on, nor those about experts, which
 only a model has whose experts do not all lie on the cards.
 Of a model on several machines, the series qengine:replica_... say the same of each replica.
@@ -14,7 +15,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily
 
 from .endpoint import Endpoint
-from .log import Exchange, finish_of
+from .log import POLLED, Exchange, finish_of
 from .openai import PROTOCOL
 
 # name, meaning, name of the count in TextEngine.stats(). Those that PoolingEngine.stats() has, too, are told of such
@@ -69,6 +70,8 @@ class Metrics:
         own = {"labelnames": ["model_name"], "registry": self.registry}
         self.finished = Counter("qengine:request_success", "Requests that ended, by how they did",
                                 ["model_name", "finished_reason"], registry=self.registry)
+        self.refused = Counter("qengine:request_refused", "Requests answered with an error, by its status",
+                               ["model_name", "status"], registry=self.registry)
         self.first_token = Histogram("qengine:time_to_first_token_seconds",
                                      "From a request's arrival to its first token", buckets=FIRST_TOKEN, **own)
         self.next_token = Histogram("qengine:inter_token_latency_seconds", "From a token of an answer to the next",
@@ -113,6 +116,8 @@ class Metrics:
         return loaded, loads
 
     def observe(self, exchange: Exchange):
+        if exchange.status >= 400 and exchange.path not in POLLED:
+            self.refused.labels(exchange.served.name if exchange.served else "", str(exchange.status)).inc()
         if not exchange.generations:
             return
         name = exchange.engine.name

@@ -592,6 +592,18 @@ def test_metrics_have_the_names_of_vllm():
     assert found["qengine:e2e_request_latency_seconds_count",] == 4
 
 
+def test_metrics_of_requests_that_were_refused():
+    client = web(keys=["secret"], max_requests=1)
+    right = {"x-api-key": "secret"}
+    for path, body, headers in ((CHAT, BODY, {}), (CHAT, BODY, {}), ("/v1/nothing", BODY, right), (CHAT, {}, right),
+                                (CHAT, BODY | {"n": 2}, right), (CHAT, BODY, right), ("/metrics", None, {})):
+        client.open(path, json=body, headers=headers, method="POST" if body is not None else "GET").close()
+    families = text_string_to_metric_families(client.get("/metrics", headers=right).text)
+    found = {(sample.labels["model_name"], sample.labels["status"]): sample.value for family in families
+             for sample in family.samples if sample.name == "qengine:request_refused_total"}
+    assert found == {("", "401"): 2, ("", "404"): 1, ("", "400"): 1, ("scripted", "429"): 1}
+
+
 def test_metrics_of_drafts():
     engine = ScriptedEngine("Hello.")
     client = web(engine)
