@@ -162,6 +162,8 @@ VLLM = [
     *without_effect("vLLM", BOTH, "vLLM itself uses it only where nothing is generated", "return_token_offsets",
                     "return_mm_kwargs", "routed_experts_prompt_start"),
     *without_effect("vLLM", (CHAT,), PICTURES, "mm_processor_kwargs", "media_io_kwargs"),
+    *refusals("OpenAI", (CHAT,), prompt="/v1/completions takes it"),
+    *refusals("OpenAI", (TEXT,), messages="/v1/chat/completions takes them"),
     *refusals("vLLM", BOTH, use_beam_search=("answers are sampled", False),
               include_stop_str_in_output=("stop strings are not part of the text", False),
               truncate_prompt_tokens="prompts are not cut", truncation_side="prompts are not cut",

@@ -369,9 +369,16 @@ def test_unknown_paths_and_methods(port):
     assert len(send(port, "GET", "/" + "a" * 100_000)[2]["error"]["message"]) < 300
 
 
+@pytest.mark.parametrize("path, body, said", [
+    (CHAT, {"prompt": "hi"}, "'prompt' is not supported: /v1/completions takes it"),
+    (TEXT, {"messages": [HI]}, "'messages' is not supported: /v1/chat/completions takes them")])
+def test_the_field_of_another_path_is_known(port, path, body, said):
+    assert send(port, "POST", path, body)[2]["error"]["message"] == said
+
+
 @pytest.mark.parametrize("asked, meant", [
     ("POST /chat/completions", "POST /v1/chat/completions"), ("POST /v1/v1/messages", "POST /v1/messages"),
-    ("POST /v1/chat/completion", "POST /v1/chat/completions"), ("GET /v1/completions", "POST /v1/completions"),
+    ("POST /v1/chat/completion", "POST /v1/chat/completions"), ("POST /completion", "POST /v1/completions"), ("GET /v1/completions", "POST /v1/completions"),
     ("POST /v1/chat/completions/", "POST /v1/chat/completions"), ("POST /v1/health", "GET /health"),
     ("GET /pipes", None), ("GET /v1/files", None), ("POST /" + "v1/chat/completions" * 1000, None)])
 def test_what_was_meant_by_a_path(port, monkeypatch, asked, meant):
