@@ -708,14 +708,46 @@ def test_an_older_copy_does_not_overwrite_a_newer_one(page):
     assert "from elsewhere" in said and "go on" in said
 
 
-def test_an_answer_goes_on_while_another_conversation_is_shown(page):
+def test_each_conversation_has_an_answer_of_its_own(page, engine):
+    """Stop and Escape belong to the conversation that is shown; the answers of others go on."""
+    engine.pace = 0.05
     say(page, "long", wait=False)
     expect(answers(page)).to_contain_text("word")
     button(page, "New chat").click()
     expect(answers(page)).to_have_count(0)
+    expect(button(page, "Stop")).to_be_hidden()
+    page.get_by_role("group", name="Suggested questions").get_by_role("button").first.click()
+    expect(answers(page)).to_contain_text("You said")
+    writing = page.locator("#chat-list li.busy")
+    expect(writing).to_have_count(2)
     button(page, "Stop").click()
-    chats(page).click()
     expect(answers(page)).to_contain_text("stopped")
+    expect(writing).to_have_count(1)
+    page.keyboard.press("Escape")                               # nothing is written here any more
+    wait_until(lambda: [generation.cancelled for generation in engine.generations] == [False, True])
+    chats(page).filter(has_text="long").click()
+    n_words = len(answers(page).inner_text().split())
+    wait_until(lambda: len(answers(page).inner_text().split()) > n_words)
+    button(page, "Stop").click()
+    expect(answers(page)).to_contain_text("stopped")
+
+
+def test_a_conversation_waits_where_many_others_are_answered(page, engine):
+    """A browser opens six connections to a server, and streams keep theirs."""
+    engine.delay = 30
+    for n in range(4):
+        say(page, f"question {n}", wait=False)
+        expect(button(page, "Stop")).to_be_visible()
+        button(page, "New chat").click()
+    say(page, "one more", wait=False)
+    expect(page.get_by_role("alert")).to_have_text(
+        "4 other conversations wait for answers: ask when one of them has it.")
+    expect(page.get_by_label("Message")).to_have_value("one more")
+    chats(page).first.click()
+    button(page, "Stop").click()
+    say(page, "one more", wait=False)
+    wait_until(lambda: len(engine.requests) == 5)
+    expect(page.get_by_role("alert")).to_be_hidden()
 
 
 def test_the_one_conversation_of_former_versions_is_taken_over(page, engine):

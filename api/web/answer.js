@@ -41,7 +41,7 @@ function wireMessage({role, content, call, calls, pictures}) {
 }
 
 /** A server-sent stream's JSON events, up to [DONE]. */
-async function* events(response) {
+async function* events(response, own) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
   while (true) {
@@ -49,7 +49,8 @@ async function* events(response) {
     if (done) throw new TypeError("the stream ended early");
     const pieces = (rest + value).split("\n\n");
     rest = pieces.pop();
-    for (const piece of pieces) showReading(piece.match(/^: reading (\d+) of (\d+) tokens/));
+    for (const piece of pieces) own.read = piece.match(/^: reading (\d+) of (\d+) tokens/)?.slice(1);
+    showReading();
     for (const piece of pieces.filter(piece => piece.startsWith("data: "))) {
       if (piece === "data: [DONE]") return;
       yield JSON.parse(piece.slice(6));
@@ -58,19 +59,20 @@ async function* events(response) {
 }
 
 /** A bar while a comment of the stream says how much of a long prompt is read; no bar after any other piece. */
-function showReading(found) {
-  $("read").hidden = !found;
-  if (found) [$("read").value, $("read").max] = [found[1], found[2]];
+function showReading() {
+  const read = running.get(chat)?.read;
+  $("read").hidden = !read;
+  if (read) [$("read").value, $("read").max] = read;
 }
 
 /** An error that has its sentence for the reader. */
 class Refusal extends Error {}
 
-async function refusal(response) {
+async function refusal(response, own) {
   const message = (await response.json().catch(() => ({}))).error?.message ?? `status ${response.status}`;
   if (response.status === 401) {
     const what = apiKey ? "The server does not know this API key" : "This server wants an API key";
-    askForKey(`${what}.`);
+    askForKey(`${what}.`, own);
     return new Refusal(`${what}: ${apiKey ? "change" : "enter"} it under Settings.`);
   }
   if (response.status === 429) {
@@ -88,9 +90,9 @@ async function begin(own, signal) {
       headers: {...headers(), "X-Request-Id": own.request}});
     own.isEarly = response.status === 503 && await isLoading(signal);
     if (response.ok) return response;
-    if (!own.isEarly) throw await refusal(response);
+    if (!own.isEarly) throw await refusal(response, own);
     watchHealth();
-    arrived();
+    arrived(own);
     do await sleep(.5); while (await isLoading(signal));
     own.isEarly = false;
   }
@@ -101,12 +103,25 @@ const isLoading = async signal => (await healthOf(signal).catch(() => ({}))).sta
 // ---- one answer --------------------------------------------------------------------------------------------
 
 const SAVE_SECONDS = 2;     // a tab that dies loses no more of an answer than this
-let running = null;         // {chat, message, model, abort, request, isEarly, ahead, began} while an answer is written
+const MOST_ANSWERS = 4;     // at a time: browsers open six connections to a server, and short questions need some
+
+// conversation -> {chat, message, model, abort, request, isEarly, ahead, read, began} while its answer is written
+const running = new Map();
+const isRunning = own => running.get(own.chat) === own;
+
+/** Whether the conversation that is shown may ask now. */
+function mayAsk() {
+  if (running.has(chat)) return false;
+  const isFull = running.size >= MOST_ANSWERS;
+  note(isFull ? `${MOST_ANSWERS} other conversations wait for answers: ask when one of them has it.` : "");
+  return !isFull;
+}
 
 async function generate() {
   const message = addMessage(chat, {role: "assistant", thoughts: "", calls: []});
-  const own = running = {chat, message, model: modelOf(chat), abort: new AbortController(), request: makeId(), ahead: 0,
+  const own = {chat, message, model: modelOf(chat), abort: new AbortController(), request: makeId(), ahead: 0,
     began: performance.now()};
+  running.set(chat, own);
   chat.model ??= own.model?.model;
   const signal = own.abort.signal, times = {};
   showBusy();
@@ -118,7 +133,7 @@ async function generate() {
     times.before = await expertsUsed(own);
     const response = await begin(own, signal);
     times.head = true;
-    for await (const event of events(response)) take(event, message, times);
+    for await (const event of events(response, own)) take(event, own, times);
     times.after = await expertsUsed(own);
   } catch (error) {
     if (signal.aborted) message.figures = "stopped";
@@ -129,22 +144,26 @@ async function generate() {
     if (times.head ? !signal.aborted : !(error instanceof Refusal)) watchHealth();
   } finally {
     if (own.model?.state === "unloaded") watchHealth();         // it may be loaded now, and counts pipes then
-    finish(message, times);
-    showReading(null);
-    running = null;
+    finish(own, times);
+    running.delete(own.chat);
     own.ended = performance.now();
-    showBusy();
     keep(own);
-    turns.forEach(turn => turn.update());
-    scrollDown();
-    $("spoken").textContent = message.error ? "" : `Answer finished. ${message.figures}`;
+    if (own.chat === chat) showEnd(message);
   }
 }
 
+function showEnd({error, figures}) {
+  showBusy();
+  turns.forEach(turn => turn.update());
+  scrollDown();
+  $("spoken").textContent = error ? "" : `Answer finished. ${figures}`;
+}
+
 /** Keeps an answer as far as it has arrived, unless its conversation was deleted meanwhile. */
-function keep({chat, message}) {
+function keep(own) {
+  const {chat, message, abort} = own;
   if (!chats.has(chat.id)) return;
-  message.writing = running?.message === message && !running.abort.signal.aborted ? Date.now() : null;
+  message.writing = isRunning(own) && !abort.signal.aborted ? Date.now() : null;
   touch(chat, message);
   save(chat);
   showChats();
@@ -156,17 +175,18 @@ const expertsUsed = ({model, abort}) => model?.counts_experts ? askOf(model, "ex
 /** While an answer has not begun: how many requests the server has to take before it. And from time to time the answer
  *  is kept. */
 async function watchQueue(own) {
-  for (let kept = Date.now(); running === own; await sleep(.5)) {
+  for (let kept = Date.now(); isRunning(own); await sleep(.5)) {
     if (!own.message.content && !own.message.thoughts) {
       own.ahead = (await ask(`waiting?request=${own.request}`))?.ahead ?? 0;
-      if (running === own) arrived();
+      if (isRunning(own)) arrived(own);
     } else own.ahead = 0;
-    if (running === own && Date.now() - kept > 1000 * SAVE_SECONDS) { keep(own); kept = Date.now(); }
+    if (isRunning(own) && Date.now() - kept > 1000 * SAVE_SECONDS) { keep(own); kept = Date.now(); }
   }
 }
 
 /** One event of a stream, into the message. */
-function take(event, message, times) {
+function take(event, own, times) {
+  const message = own.message;
   if (event.error) throw new Refusal(`The answer broke off: ${event.error.message}.`.replace(/\.\.$/, "."));
   if (event.usage) times.end = event;
   const choice = event.choices[0], delta = choice?.delta ?? {};
@@ -182,20 +202,20 @@ function take(event, message, times) {
     call.arguments += part?.arguments ?? "";
   }
   if (choice?.finish_reason === "length") times.cut = true;
-  if (message.content || message.thoughts) running.ahead = 0;
-  arrived();
+  if (message.content || message.thoughts) own.ahead = 0;
+  arrived(own);
 }
 
 const LEAST_COMPUTED = 64;      // tokens of a prompt: the speed of fewer says more of one pass than of the card
 
 /** The line below an answer, of what the engine has counted and measured. A gateway in between may drop its times. */
-function finish(message, {first, end, cut, before, after}) {
+function finish({message, model}, {first, end, cut, before, after}) {
   if (message.thoughts) message.seconds ??= (performance.now() - first) / 1000;
   if (!end) return;
   const {prompt_tokens: prompt, completion_tokens: answer} = end.usage, timings = end.timings ?? {};
   const {draft_n: drafts, draft_n_accepted: right, cache_n: cached} = timings;
   const experts = before && after ? after.used - before.used : 0;
-  message.figures = [models.length > 1 && running.model.model, count(answer, "token"),
+  message.figures = [models.length > 1 && model.model, count(answer, "token"),
     timings.predicted_per_second && `${rounded(timings.predicted_per_second)} tokens/s`,
     drafts && `accepted ${rounded(100 * right / drafts)} %`,
     experts > 0 && `${rounded(100 * (after.hits - before.hits) / experts)} % of experts on the card`,
@@ -207,16 +227,19 @@ function finish(message, {first, end, cut, before, after}) {
 
 /** Another version of the last answer. */
 function regenerate() {
-  if (running) return;
+  if (!mayAsk()) return;
   const last = thread(chat).findLast(m => m.role === "assistant");
   chat.head = last.after;
   generate();
 }
 
+/** Whether the conversation that is shown is being answered. */
 function showBusy() {
+  const isBusy = running.has(chat);
   const hadFocus = document.activeElement === $("send") || document.activeElement === $("stop");
-  $("send").hidden = Boolean(running);
-  $("stop").hidden = !running;
-  if (hadFocus) (running ? $("stop") : $("send")).focus();
-  $("spoken").textContent = running ? "Answering." : "";
+  $("send").hidden = isBusy;
+  $("stop").hidden = !isBusy;
+  if (hadFocus) (isBusy ? $("stop") : $("send")).focus();
+  $("spoken").textContent = isBusy ? "Answering." : "";
+  showReading();
 }

@@ -7,7 +7,7 @@ function showChats() {
   const all = [...chats.values()].sort((a, b) => b.changed - a.changed);
   $("chats").hidden = WIDE.matches ? settings.showsChats === false : !$("chats").dataset.asked;
   $("show-chats").setAttribute("aria-expanded", !$("chats").hidden);
-  $("chat-list").replaceChildren(...all.map(one => el("li", {class: one === chat && "shown"},
+  $("chat-list").replaceChildren(...all.map(one => el("li", {class: classOf(one)},
     el("button", {type: "button", class: "title", title: titleOf(one), "aria-current": one === chat && "page",
       click: () => { if (mayLeave()) open(one); }}, titleOf(one)),
     el("button", {type: "button", class: "quiet", "aria-label": `Delete “${titleOf(one)}”`, title: "Delete",
@@ -17,6 +17,8 @@ function showChats() {
   $("export-all").disabled = !all.length;
 }
 
+const classOf = one => `${one === chat ? "shown" : ""} ${running.has(one) ? "busy" : ""}`;
+
 /** Shows a conversation; an answer that is being written in another one goes on. */
 function open(one) {
   chat = one;
@@ -24,6 +26,7 @@ function open(one) {
   if (edited) edit(null);
   if (!WIDE.matches) delete $("chats").dataset.asked;
   showAll();
+  showBusy();
   showChats();
   showModel();
 }
@@ -36,7 +39,7 @@ function remove(one) {
 
 /** The conversation is gone, by this tab or by another. */
 function left(one) {
-  if (running?.chat === one) running.abort.abort();
+  running.get(one)?.abort.abort();
   one === chat ? open(makeChat()) : showChats();
 }
 
@@ -83,10 +86,10 @@ function otherTab(id) {
   else {
     const isBehind = Object.values(own.messages).some(m => !(there.messages[m.id]?.revision >= m.revision));
     merge(own, there);
-    if (isBehind && running?.chat !== own) { unsaved.add(id); save(own); }      // both wrote at once, and it was first
-    const isAtEnd = own === chat && !running && !edited && following(own, own.head).length;
+    if (isBehind && !running.has(own)) { unsaved.add(id); save(own); }      // both wrote at once, and it was first
+    const isQuiet = own === chat && !running.has(own) && !edited, isAtEnd = isQuiet && following(own, own.head).length;
     if (isAtEnd) show(own, own.head);
-    if (own === chat && !running && !edited) showAll(isAtEnd ? null : turns.at(-1)?.message);
+    if (isQuiet) showAll(isAtEnd ? null : turns.at(-1)?.message);
   }
   showChats();
 }

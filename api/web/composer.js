@@ -27,7 +27,7 @@ const mayLeave = () => !edited || $("text").value === edited.content || confirm(
 /** Sends what the composer has. A changed message becomes a version beside the one before the change. */
 function send() {
   const content = $("text").value.trim(), urls = chosen, former = edited;
-  if (!content && !urls.length || running || reading) return;
+  if (!content && !urls.length || reading || !mayAsk()) return;
   edit(null);
   say({content, ...urls.length && {pictures: urls.map(addPicture)}}, former);
 }
@@ -51,14 +51,14 @@ $("text").addEventListener("keydown", event => {
   if (event.key === "Enter" && !isOrdinary) { event.preventDefault(); send(); }
 });
 $("cancel").addEventListener("click", () => { if (mayLeave()) edit(null); });
-$("stop").addEventListener("click", () => running?.abort.abort());
+$("stop").addEventListener("click", () => running.get(chat)?.abort.abort());
 addEventListener("keydown", event => {
   if (event.key !== "Escape" || $("settings").open) return;
-  if (running) running.abort.abort();
+  if (running.has(chat)) running.get(chat).abort.abort();
   else if (edited && mayLeave()) edit(null);
 });
 addEventListener("pagehide", () => {
-  if (running) { running.abort.abort(); keep(running); }
+  for (const own of running.values()) { own.abort.abort(); keep(own); }
 });
 
 // ---- pictures ----------------------------------------------------------------------------------------------

@@ -59,18 +59,18 @@ async function watchPipes(own) {
   if (!own.message.pipes && isCounting()) awaited.add(own.message);
   update();
   for (let isOver = false; !isOver && isCounting();) {
-    isOver = running !== own;
+    isOver = !isRunning(own);
     const told = await askOf(own.model, "pipes");
     const counted = isStepOf(own, told) ? told : isOver && !own.message.pipes && {tokens: 0};
     if (counted) {
       own.message.pipes = counted;
       awaited.delete(own.message);
       update();
-      isOver = running !== own;
+      isOver = !isRunning(own);
     }
     if (!isOver) await sleep(own.message.pipes ? 2 : .1);
   }
-  if (running !== own) keep(own);
+  if (!isRunning(own)) keep(own);
   if (awaited.delete(own.message)) update();
   own.isCounting = false;
 }
@@ -85,7 +85,7 @@ const isCounting = () => Boolean(settings.showsPipes) && !$("show-pipes").hidden
 
 /** Has the server compile what counts, before a short answer is over by then. */
 function expectPipes() {
-  if (isCounting() && !running) askOf(modelOf(chat), "pipes");
+  if (isCounting() && !running.size) askOf(modelOf(chat), "pipes");
 }
 
 function showPipes() {
@@ -97,6 +97,6 @@ function showPipes() {
 $("show-pipes").addEventListener("click", () => {
   set("showsPipes", !settings.showsPipes || undefined);
   showPipes();
-  if (running) watchPipes(running);
+  running.forEach(watchPipes);
   expectPipes();
 });

@@ -54,8 +54,8 @@ function openSettings() {
 
 let refused = null;         // {message, key}: the answer that waits for another key than this one
 
-function askForKey(reason) {
-  refused = {message: running.message, key: apiKey};
+function askForKey(reason, {message}) {
+  refused = {message, key: apiKey};
   $("key-field").hidden = false;
   $("key-reason").textContent = reason;
   openSettings();

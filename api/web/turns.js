@@ -33,7 +33,7 @@ function answerTurn(message) {
   const folded = el("details", {class: "thoughts"}, summary, thoughts);
   const node = el("article", {"aria-label": "Answer"}, folded, queue, text, calls, error, meter.node, foot);
   function update() {
-    const isBusy = message === running?.message, isLast = message.id === lastAnswered();
+    const own = ownOf(message), isBusy = Boolean(own), isLast = message.id === lastAnswered();
     node.classList.toggle("busy", isBusy);
     node.classList.toggle("edited", message === edited);
     folded.hidden = !message.thoughts;
@@ -41,7 +41,7 @@ function answerTurn(message) {
     thoughts.textContent = message.thoughts ?? "";
     showText(text, message.content, !isBusy);
     calls.replaceChildren(...(message.calls ?? []).map(callNode));
-    queue.textContent = isBusy ? whyItWaits(running) : isWrittenElsewhere(message) ? "Being written in another tab." : "";
+    queue.textContent = isBusy ? whyItWaits(own) : isWrittenElsewhere(message) ? "Being written in another tab." : "";
     queue.hidden = !queue.textContent;
     meter.update(message);
     if (isBusy || isWrittenElsewhere(message)) { error.replaceChildren(); foot.replaceChildren(); return; }
@@ -58,7 +58,10 @@ function answerTurn(message) {
 
 const SILENT_SECONDS = 90;      // after which a tab that was writing counts as dead: hidden ones are slowed down
 
-const isWrittenElsewhere = message => message !== running?.message
+/** What `running` knows of the answer that is being written here. */
+const ownOf = message => running.get(chat)?.message === message ? running.get(chat) : null;
+
+const isWrittenElsewhere = message => !ownOf(message)
   && Date.now() - (message.writing ?? 0) < 1000 * SILENT_SECONDS;
 
 const whyItWaits = ({isEarly, ahead}) => isEarly ? "Waiting until the model is loaded."
@@ -70,7 +73,7 @@ const lastAnswered = () => thread(chat).findLast(m => m.role !== "tool")?.id;
 /** ‹ 2 of 3 ›, where a message has several versions. */
 function versionButtons(message) {
   const all = versions(chat, message), at = all.indexOf(message);
-  if (all.length < 2 || running) return [];
+  if (all.length < 2 || running.has(chat)) return [];
   const turn = (label, sign, to) => button(sign, () => { show(chat, to.id); save(chat); showAll(message); },
     {"aria-label": label, title: label, disabled: !to});
   return [el("span", {class: "versions"}, turn("Version before", "‹", all[at - 1]), `${at + 1} of ${all.length}`,
@@ -94,7 +97,7 @@ function resultsForm(message) {
   const labels = message.calls.map((call, i) => el("label", null, `Result of ${call.name}`, fields[i]));
   const submit = event => {
     event.preventDefault();
-    if (running) return;
+    if (!mayAsk()) return;
     message.calls.forEach(({id}, i) => addMessage(chat, {role: "tool", call: id, content: fields[i].value}));
     generate();
   };
@@ -131,22 +134,23 @@ $("scroll").addEventListener("scroll", ({target: box}) => {
 // ---- while an answer is written ----------------------------------------------------------------------------
 
 const REST = 0.1, SHARE = 4;        // seconds between two paintings, and at least so many times what one takes
-let painting = false;
+let painting = false, isBehind = false;
 
 /** Paints the growing answer, soon and not again and again: however much arrives, the tab is free most of the time. */
 async function paint() {
   if (painting) return;
   painting = true;
   const began = performance.now();
-  turns.find(turn => turn.message === running?.message)?.update();
+  turns.find(turn => turn.message === running.get(chat)?.message)?.update();
   scrollDown();
   await sleep(Math.max(REST, SHARE * (performance.now() - began) / 1000));
   painting = false;
-  if (running?.isBehind) { running.isBehind = false; paint(); }
+  if (isBehind) { isBehind = false; paint(); }
 }
 
-/** Something of the answer has arrived. */
-function arrived() {
-  if (painting) running.isBehind = true;
+/** Something of an answer has arrived. */
+function arrived(own) {
+  if (own.chat !== chat) return;
+  if (painting) isBehind = true;
   else paint();
 }

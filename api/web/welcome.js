@@ -23,7 +23,7 @@ function showSuggestions(model) {
 
 /** A button that says `message`, or what the function gives. */
 function chip(message, ...label) {
-  const click = () => { if (!running) say(typeof message === "function" ? message() : message); };
+  const click = () => { if (mayAsk()) say(typeof message === "function" ? message() : message); };
   return el("button", {class: "chip", type: "button", click}, ...label);
 }
 
