@@ -444,6 +444,25 @@ def test_formulas_are_not_cut(open_page, width):
                         ">= box.getBoundingClientRect().top")
 
 
+EDGES = "all => all.map(e => e.getBoundingClientRect()).map(box => [box.left, box.right])"
+
+
+def test_formulas_are_aligned(page):
+    page.evaluate(SHOW, r"""$$\begin{aligned} f(x) &= b+c \\ y &= d \end{aligned}$$
+$$|x| = \begin{cases} x & \text{if} \\ -x+1 & \text{otherwise} \end{cases}$$
+$$\cancel{x+y}$$""")
+    aligned, cases, struck = page.locator("math").all()
+    left, right = zip(*aligned.locator("mo:text('=')").evaluate_all(EDGES))
+    assert left[0] == pytest.approx(left[1], abs=0.1)
+    ends = aligned.locator("mtd:first-child > *").evaluate_all(EDGES)          # of f(x) and y
+    assert ends[0][1] == pytest.approx(ends[1][1], abs=0.1) and ends[0][0] < ends[1][0] - 5
+    for column in "mtd:first-child > *", "mtd:last-child > *":
+        left, _ = zip(*cases.locator(column).evaluate_all(EDGES))
+        assert left[0] == pytest.approx(left[1], abs=0.1)
+    (left, right), = struck.locator(".tml-cancel").evaluate_all(EDGES)
+    assert [[left, right]] == [pytest.approx(edges, abs=0.1) for edges in struck.locator("menclose").evaluate_all(EDGES)]
+
+
 def test_code_has_its_language_colours_and_a_copy_button(page):
     say(page, "rich")
     code = answers(page).get_by_role("figure")
