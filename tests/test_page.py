@@ -935,6 +935,21 @@ def test_a_picture_to_try(seeing):
     assert told(engine) == [64] and re.search(r"How many (red|green|blue) circles are there\?", prompts(engine)[-1])
 
 
+def test_pictures_that_take_long_are_told_of(seeing):
+    engine, page = seeing
+    engine.delay = 3
+    add(page, PHOTO, OTHER)
+    expect(chosen(page)).to_have_count(2)
+    say(page, "What are they?", wait=False)
+    expect(answers(page).get_by_role("status")).to_have_text("Reading the pictures …")
+    expect(answers(page)).to_contain_text("You said")
+    expect(answers(page)).not_to_contain_text("Reading")
+    say(page, "And now?", wait=False)                           # no picture of its own
+    wait_until(lambda: len(engine.requests) == 2)
+    page.wait_for_timeout(1800)
+    expect(answers(page).last).not_to_contain_text("Reading")
+
+
 def test_a_picture_alone_is_a_message(seeing):
     engine, page = seeing
     button(page, "Send").click()

@@ -64,8 +64,18 @@ const ownOf = message => running.get(chat)?.message === message ? running.get(ch
 const isWrittenElsewhere = message => !ownOf(message)
   && Date.now() - (message.writing ?? 0) < 1000 * SILENT_SECONDS;
 
-const whyItWaits = ({isEarly, ahead}) => isEarly ? "Waiting until the model is loaded."
-  : ahead ? `${count(ahead, "request")} ${ahead === 1 ? "has" : "have"} to end first.` : "";
+const whyItWaits = own => own.isEarly ? "Waiting until the model is loaded."
+  : own.ahead ? `${count(own.ahead, "request")} ${own.ahead === 1 ? "has" : "have"} to end first.` : whatIsSeen(own);
+
+const SEEN_SECONDS = 1;     // pictures that are read faster need no word
+
+/** What is said while the model looks at the pictures of a question, before it reads the prompt. */
+function whatIsSeen({chat, message, read, began}) {
+  const n = chat.messages[message.after]?.pictures?.length;
+  const isSilent = !read && !message.content && !message.thoughts && !message.calls.length;
+  const isLate = performance.now() - began > 1000 * SEEN_SECONDS;
+  return n && isSilent && isLate ? `Reading the picture${n > 1 ? "s" : ""} …` : "";
+}
 
 /** The id of the last message that is no tool's result. */
 const lastAnswered = () => thread(chat).findLast(m => m.role !== "tool")?.id;
