@@ -62,8 +62,10 @@ class Limits(NamedTuple):
             raise RequestError(field, f"{field}: a picture may have {self.max_tokens:,} tokens, and one has "
                                       f"{largest:,}")
         if (n_tokens := sum(picture.n_tokens for picture in pictures)) > self.most_tokens:
+            longer = ", or give the model a longer context (--ctx)" if self.most_tokens < LARGEST else ""
             raise RequestError(field, f"{field}: the pictures of a request may have {self.most_tokens:,} tokens "
-                                      f"together, and {len(pictures)} of them have {n_tokens:,}")
+                                      f"together, and {len(pictures)} of them have {n_tokens:,}; send fewer, begin a new "
+                                      f"chat{longer}")
 
 
 @dataclass(frozen=True, eq=False)

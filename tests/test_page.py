@@ -1043,6 +1043,21 @@ def test_a_model_that_has_lost_its_eyes(seeing, engine):
     expect(page.get_by_role("alert")).to_contain_text("The server says: the model has no eyes")
 
 
+def test_a_conversation_with_too_many_pictures(seeing):
+    """The reader is told what to do, and not which path of the request is at fault."""
+    engine, page = seeing
+    engine.eyes.limits = Limits(64, 400, most_tokens=150)
+    add(page, PHOTO, OTHER)
+    expect(chosen(page)).to_have_count(2)
+    say(page, "one")
+    add(page, PHOTO)
+    expect(chosen(page)).to_have_count(1)
+    say(page, "two")
+    expect(page.get_by_role("alert")).to_contain_text(
+        "The server says: the pictures of a request may have 150 tokens together, and 3 of them have 204; "
+        "send fewer, begin a new chat, or give the model a longer context (--ctx).")
+
+
 def test_pictures_too_large_for_the_browser_to_keep(seeing):
     """They stay until the page is left, and then it says so."""
     engine, page = seeing

@@ -69,7 +69,8 @@ function showReading() {
 class Refusal extends Error {}
 
 async function refusal(response, own) {
-  const message = (await response.json().catch(() => ({}))).error?.message ?? `status ${response.status}`;
+  const {message: said = `status ${response.status}`, param} = (await response.json().catch(() => ({}))).error ?? {};
+  const message = said.startsWith(`${param}: `) ? said.slice(param.length + 2) : said;     // the reader knows no paths
   if (response.status === 401) {
     const what = apiKey ? "The server does not know this API key" : "This server wants an API key";
     askForKey(`${what}.`, own);
