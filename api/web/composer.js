@@ -5,7 +5,9 @@ const EMPTY = {text: "", urls: []};
 let edited = null, draft = EMPTY;   // the message that is being changed, and what the composer had before
 let chosen = [], reading = 0;       // data: URLs of the next message's pictures; files that are being read
 let sees = null;                    // {pixels of a picture, pictures of a request}; null: the model has no eyes
-const AS_THEY_ARE = ["image/png", "image/jpeg", "image/webp", "image/gif"], MOST_BYTES = 4e6;
+const AS_THEY_ARE = ["image/png", "image/jpeg", "image/webp", "image/gif"];
+const MOST_BYTES = 5e5;             // of a picture, if it can be: the browser keeps two million letters of them
+const QUALITIES = [.93, .85, .75];  // of JPEG, the best that fits
 
 /** Begins to change a message; null: ends it, and the composer has again what it had before. */
 function edit(message) {
@@ -95,7 +97,8 @@ async function addFiles(files) {
   $("text").focus();
 }
 
-/** A file as a data: URL. What has more pixels than the model sees is made smaller here, so that less is sent. */
+/** A file as a data: URL. What has more pixels than the model sees is made smaller here, so that less is sent; what has
+ *  many bytes becomes a JPEG, so that a reload brings it back. */
 async function readPicture(file) {
   const image = await createImageBitmap(file), scale = Math.min(1, Math.sqrt(sees.pixels / image.width / image.height));
   if (scale === 1 && file.size <= MOST_BYTES && AS_THEY_ARE.includes(file.type)) return dataUrl(file);
@@ -106,7 +109,8 @@ async function readPicture(file) {
   context.fillStyle = "#fff";               // JPEG knows no transparency
   context.fillRect(0, 0, canvas.width, canvas.height);
   context.drawImage(image, 0, 0, canvas.width, canvas.height);
-  return canvas.toDataURL("image/jpeg", .93);
+  const urls = QUALITIES.map(quality => canvas.toDataURL("image/jpeg", quality));
+  return urls.find(url => url.length <= MOST_BYTES * 4 / 3) ?? urls.at(-1);
 }
 
 function dataUrl(file) {
