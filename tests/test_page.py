@@ -184,7 +184,7 @@ def test_what_is_told_of_an_answer(page, engine):
     engine.checks = (2, 2), (2, 1)
     page.get_by_label("Message").fill("hello " * 60)
     page.get_by_label("Message").press("Enter")
-    expect(answers(page)).to_contain_text(re.compile("You said .* tokens(/s)? · accepted 75 % · first after"))
+    expect(answers(page)).to_contain_text(re.compile("You said .* tokens(/s)? · drafts accepted 75 % · first after"))
     generation = engine.generations[0]
     for figure in (f"{generation.n_generated} tokens", f"prompt {generation.n_prompt}, {generation.n_cached} cached"):
         expect(answers(page)).to_contain_text(figure)
@@ -658,6 +658,38 @@ def test_each_conversation_is_kept_by_itself(page, engine):
     expect(chats(page)).to_have_text(["second"])
     expect(page.get_by_text("Ask something.")).to_be_visible()
     assert [len(chat["messages"]) for chat in page.evaluate(KEPT)] == [2]
+
+
+def test_back_leads_to_the_conversation_before(page):
+    for text in "first", "second":
+        say(page, text)
+        button(page, "New chat").click()
+    for said in "second", "first":
+        page.go_back()
+        expect(answers(page)).to_have_text([re.compile(f"You said {said}.")])
+    page.go_forward()
+    expect(answers(page)).to_have_text([re.compile("You said second.")])
+    button(answers(page), "Edit").click()
+    page.get_by_label("Message").fill("a better answer")
+    page.once("dialog", lambda dialog: dialog.dismiss())
+    page.go_back()
+    expect(page.get_by_label("Message")).to_have_value("a better answer")
+    expect(answers(page)).to_have_text([re.compile("You said second.")])
+
+
+def test_a_proxy_may_leave_out_the_slash_behind_its_prefix(page, engine):
+    """The page is at /llm then, and its server below /llm/."""
+    root = page.url.rstrip("/")
+
+    def forward(route):
+        prefix, _, path = route.request.url.partition("/llm")
+        route.fulfill(response=route.fetch(url=f"{root}{path or '/'}")) if prefix == root else route.fulfill(status=404)
+
+    page.route("**", forward)
+    page.goto(f"{root}/llm")
+    expect(page.get_by_role("heading", name="qengine")).to_contain_text(engine.name)
+    say(page, "hello")
+    expect(answers(page)).to_contain_text("You said hello.")
 
 
 def second_tab(page):
@@ -1320,6 +1352,30 @@ def test_a_phone_needs_no_scrolling_sideways(open_page, engine):
     for name in ("Settings", "New chat", "Send"):
         box = page.get_by_role("button", name=name, exact=True, include_hidden=True).bounding_box()
         assert box["x"] >= 0 and box["x"] + box["width"] <= 390
+
+
+@pytest.mark.parametrize("width", [320, 390])
+def test_nothing_lies_over_something_else_on_a_phone(open_page, width):
+    page = open_page(width=width, is_mobile=True, has_touch=True)
+    page.route("**/health", lambda route: route.fulfill(json=WELL | {"model": "qengine-10m", "counts_pipes": True}))
+    page.reload()
+    expect(button(page, "Pipes")).to_be_visible()
+    say(page, "hello")
+    for narrow in [page.get_by_role("heading", name="qengine"), *page.get_by_role("button").all()]:
+        assert narrow.evaluate("e => e.scrollWidth <= e.clientWidth"), narrow.inner_text()
+    assert page.evaluate("document.documentElement.scrollWidth") == width
+
+
+def test_escape_folds_the_list_of_a_narrow_window(page, engine):
+    engine.pace = 0.05
+    say(page, "long", wait=False)
+    assert chats(page).count() == 1
+    page.keyboard.press("Escape")
+    expect(page.get_by_role("navigation", name="Chats")).to_be_hidden()
+    expect(button(page, "Chats")).to_be_focused()
+    expect(button(page, "Stop")).to_be_visible()                # which is what the next one does
+    page.keyboard.press("Escape")
+    expect(answers(page)).to_contain_text("stopped")
 
 
 def test_a_thumb_meets_the_buttons_of_a_phone(open_page):

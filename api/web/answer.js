@@ -3,9 +3,12 @@
 
 const headers = () => ({"Content-Type": "application/json", ...apiKey && {Authorization: `Bearer ${apiKey}`}});
 
+/** Where a path of the server is. A proxy may have the page at /llm, without a slash behind it. */
+const at = path => `${location.pathname.replace(/\/$/, "")}/${path}`;
+
 /** What is asked of the server, GET, as JSON; null where it says nothing. */
 async function ask(path, signal) {
-  const response = await fetch(path, {headers: headers(), signal}).catch(() => null);
+  const response = await fetch(at(path), {headers: headers(), signal}).catch(() => null);
   if (response?.status === 401) $("key-field").hidden = false;
   return response?.status === 200 ? response.json().catch(() => null) : null;
 }
@@ -15,7 +18,7 @@ const askOf = (model, path, signal) =>
   ask(models.length > 1 ? `${path}?model=${encodeURIComponent(model.model)}` : path, signal);
 
 /** How the server is. Raises where it cannot be reached. */
-const healthOf = async signal => (await fetch("health", {signal})).json();
+const healthOf = async signal => (await fetch(at("health"), {signal})).json();
 
 /** What is asked for this message: an answer to those before it. */
 function requestBody({chat: {messages: all}, message: {after}, model}) {
@@ -87,8 +90,8 @@ async function refusal(response, own) {
 /** The head of the server's answer. While a model is being loaded, the request waits and comes again. */
 async function begin(own, signal) {
   while (true) {
-    const response = await fetch("v1/chat/completions", {method: "POST", signal, body: JSON.stringify(requestBody(own)),
-      headers: {...headers(), "X-Request-Id": own.request}});
+    const response = await fetch(at("v1/chat/completions"), {method: "POST", signal,
+      body: JSON.stringify(requestBody(own)), headers: {...headers(), "X-Request-Id": own.request}});
     own.isEarly = response.status === 503 && await isLoading(signal);
     if (response.ok) return response;
     if (!own.isEarly) throw await refusal(response, own);
@@ -218,7 +221,7 @@ function finish({message, model}, {first, end, cut, before, after}) {
   const experts = before && after ? after.used - before.used : 0;
   message.figures = [models.length > 1 && model.model, count(answer, "token"),
     timings.predicted_per_second && `${rounded(timings.predicted_per_second)} tokens/s`,
-    drafts && `accepted ${rounded(100 * right / drafts)} %`,
+    drafts && `drafts accepted ${rounded(100 * right / drafts)} %`,
     experts > 0 && `${rounded(100 * (after.hits - before.hits) / experts)} % of experts on the card`,
     end.timings && `first after ${rounded((timings.wait_ms + timings.prompt_ms) / 1000)} s`,
     [`prompt ${prompt.toLocaleString("en")}`, end.timings && `${cached.toLocaleString("en")} cached`,

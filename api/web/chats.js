@@ -19,10 +19,23 @@ function showChats() {
 
 const classOf = one => `${one === chat ? "shown" : ""} ${running.has(one) ? "busy" : ""}`;
 
-/** Shows a conversation; an answer that is being written in another one goes on. */
+const ofAddress = () => chats.get(location.hash.slice(1)) ?? makeChat();
+const addressOf = one => chats.has(one.id) ? `#${one.id}` : location.pathname + location.search;
+
+/** Opens a conversation. The browser's button Back leads to the one before. */
 function open(one) {
+  if (one !== chat) history.pushState(null, "", addressOf(one));
+  showChat(one);
+}
+
+addEventListener("popstate", () => {
+  if (mayLeave()) showChat(ofAddress());
+  else history.pushState(null, "", addressOf(chat));
+});
+
+/** Shows a conversation; an answer that is being written in another one goes on. */
+function showChat(one) {
   chat = one;
-  history.replaceState(null, "", chats.has(one.id) ? `#${one.id}` : location.pathname + location.search);
   if (edited) edit(null);
   if (!WIDE.matches) delete $("chats").dataset.asked;
   showAll();
@@ -56,11 +69,15 @@ $("show-chats").addEventListener("click", () => {
   showChats();
 });
 WIDE.addEventListener("change", showChats);
-$("scroll").addEventListener("click", () => {       // beside the list, where it lies over the conversation
-  if (WIDE.matches || $("chats").hidden) return;
+$("scroll").addEventListener("click", foldChats);
+
+/** Hides the list where it lies over the conversation; whether it did. */
+function foldChats() {
+  if (WIDE.matches || $("chats").hidden) return false;
   delete $("chats").dataset.asked;
   showChats();
-});
+  return true;
+}
 
 // ---- other tabs --------------------------------------------------------------------------------------------
 

@@ -56,7 +56,8 @@ $("cancel").addEventListener("click", () => { if (mayLeave()) edit(null); });
 $("stop").addEventListener("click", () => running.get(chat)?.abort.abort());
 addEventListener("keydown", event => {
   if (event.key !== "Escape" || $("settings").open) return;
-  if (running.has(chat)) running.get(chat).abort.abort();
+  if (foldChats()) $("show-chats").focus();
+  else if (running.has(chat)) running.get(chat).abort.abort();
   else if (edited && mayLeave()) edit(null);
 });
 addEventListener("pagehide", () => {

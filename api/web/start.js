@@ -2,7 +2,7 @@
 // The page begins: with the conversation that its address names, or with a new one.
 
 takeOver();
-chat = chats.get(location.hash.slice(1)) ?? chat;
+chat = ofAddress();
 makeSettings();
 showAll();
 showChats();
