@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import socket
 import time
 import weakref
 
@@ -63,9 +64,9 @@ def run_server(options) -> int:
                              "token")
         stack.enter_context(traced(service.engine, options))
         try:
-            scheme = "https" if tls else "http"
-            qengine.note(f"serving {models.first.name} on {scheme}://{options.host}:{port}/ (a page to talk with it, "
-                         "and /v1 for programs; Ctrl-C stops)")
+            addresses = " and ".join(f"{'https' if tls else 'http'}://{name}:{port}/" for name in names_of(options.host))
+            qengine.note(f"serving {models.first.name} on {addresses} (a page to talk with it, and /v1 for programs; "
+                         "Ctrl-C stops)")
             for one in models.served[1:]:
                 qengine.note(f"beside it: {one.name}, {one.kind}" + ", loaded when asked for" * bool(one.load))
             if is_several(options) or options.ray:
@@ -93,6 +94,27 @@ def work(service: Service, options):
         is_working = options.go_on and go_on(service, options)
     while True:
         time.sleep(3600)
+
+
+EVERYWHERE = {"0.0.0.0": ("127.0.0.1", "192.0.2.1"), "::": ("::1", "2001:db8::1")}      # this machine, a far one
+
+
+def names_of(host: str) -> list[str]:
+    """How the server is called in addresses, where it listens on `host`: on this machine, and on others if that is
+    another name."""
+    if host not in EVERYWHERE:
+        return [in_address(host)]
+    own, far = EVERYWHERE[host]
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((far, 9))             # sends nothing, and chooses the network
+            return [in_address(own), in_address(probe.getsockname()[0])]
+        except OSError:                         # there is no network
+            return [in_address(own), socket.gethostname()]
+
+
+def in_address(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
 
 
 def load_all(options) -> Models:

@@ -20,6 +20,7 @@ from prometheus_client.parser import text_string_to_metric_families
 import qengine
 from api import access, log, page, reply
 from api.service import create_app
+from cli import serve
 from cli.main import main
 from engine.pipes import PIPES_SECONDS, PipeMeter
 from engine.request import EngineStopped, Request, RequestError
@@ -134,6 +135,31 @@ def test_a_server_open_to_all_says_so(monkeypatch, capsys, arguments, warned):
     monkeypatch.setattr(qengine, "load", interrupt)      # it listens by then
     assert main(["--serve", "0", *arguments]) == 130
     assert ("warning: whoever reaches 0.0.0.0" in capsys.readouterr().err) == warned
+
+
+@pytest.mark.parametrize("host, here", [("0.0.0.0", "127.0.0.1"), ("::", "[::1]")])
+@pytest.mark.parametrize("own", ["10.1.2.3", "fd00::7", None])
+def test_a_server_for_others_says_its_address(monkeypatch, host, here, own):
+    class Probe(contextlib.nullcontext):
+        def connect(self, address):
+            if own is None:
+                raise OSError("Network is unreachable")
+
+        def __enter__(self):
+            return self
+
+        def getsockname(self):
+            return own, 5
+
+    monkeypatch.setattr(serve.socket, "socket", lambda *_: Probe())
+    monkeypatch.setattr(serve.socket, "gethostname", lambda: "rig")
+    assert serve.names_of(host) == [here, {"fd00::7": "[fd00::7]", None: "rig"}.get(own, own)]
+
+
+def test_other_servers_are_called_as_they_were_told():
+    assert (serve.names_of("localhost"), serve.names_of("::1"), serve.names_of("10.1.2.3")) == (
+        ["localhost"], ["[::1]"], ["10.1.2.3"])
+    assert serve.names_of("0.0.0.0")[0] == "127.0.0.1" and serve.names_of("0.0.0.0")[1] != "0.0.0.0"
 
 
 @pytest.mark.parametrize("arguments, mode, said", [
