@@ -671,7 +671,9 @@ class Card:
                 on_done(types[0].__name__)
         tell = jobs and tell or (lambda sentence: None)
         began, kernels = time.perf_counter(), f"{len(jobs)} kernel{'s' * (len(jobs) > 1)}"
-        tell(f"compiling {kernels}, which may take minutes; later starts find what is compiled now")
+        kept = ("; later starts find what is compiled now" if jobs and compiler.can_store(self.cache_dir) else
+                f", again at each start: nothing can be kept in {self.cache_dir}")
+        tell(f"compiling {kernels}, which may take minutes{kept}")
         if len(jobs) >= WORTH_WORKERS and workers.own_processors() > 1:
             workers.run(jobs, lambda need: on_done(need[0][0].__name__))
         else:

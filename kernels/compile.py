@@ -566,6 +566,15 @@ def store(path, data):
         warnings.warn(f"compiled kernel not kept in {path.parent}: {error}")
 
 
+def can_store(folder) -> bool:
+    """Whether files can be written into a folder, which is made if need be."""
+    with suppress(OSError):
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return True
+    return False
+
+
 def _make_room(folder):
     """Deletes the files of a folder that were used longest ago, until at most MOST_BYTES are left. Other processes may
     do the same at the same time."""

@@ -96,10 +96,20 @@ def test_what_compiling_tells(tmp_path):
     card, told = EmulatedCard(cache_dir=tmp_path), []
     needed = needs(card, kernel(2), kernel(3))
     card.compile_kernels(needed, tell=told.append)
-    assert re.fullmatch(r"compiling 2 kernels, which may take minutes; .*", told[0])
+    assert told[0] == "compiling 2 kernels, which may take minutes; later starts find what is compiled now"
     assert re.fullmatch(r"compiled 2 kernels in \d+\.\d s", told[1])
     card.compile_kernels(needed, tell=told.append)
     assert len(told) == 2
+
+
+def test_what_compiling_tells_where_nothing_can_be_kept(tmp_path):
+    (tmp_path / "file").write_text("")
+    folder, told = tmp_path / "file" / "qengine", []
+    card = EmulatedCard(cache_dir=folder)
+    with pytest.warns(UserWarning, match="compiled kernel not kept in .*/file/qengine"):
+        card.compile_kernels(needs(card, kernel(4)), tell=told.append)
+    assert told[0] == ("compiling 1 kernel, which may take minutes, again at each start: nothing can be kept in "
+                       f"{folder}")
 
 
 def test_other_threads_are_not_collected():
