@@ -15,6 +15,7 @@ import pytest
 from PIL import Image
 
 import qengine
+from api.errors import MAX_SEEING
 from api.http import serving
 from api.service import create_app
 from cli.main import main
@@ -129,6 +130,18 @@ def test_every_option_is_known(text):
 def test_commands_for_several_machines_are_taken():
     lines = [line for text in PAGES.values() for line in re.findall(r"^.*qengine\.py .* --ray .*$", text, re.M)]
     assert {"auto", "local"} == {build_parser().parse_args(qengine_arguments(line)).ray for line in lines}
+
+
+def test_the_unit_and_the_proxy_of_the_page_on_serving():
+    """Their options are taken, and their times and sizes are those of the server."""
+    text = PAGES["docs/serving.md"]
+    unit = dict(re.findall(r"^(\w+)=(.*)$", text, re.M))
+    options = build_parser().parse_args(qengine_arguments(unit["ExecStart"]))
+    assert options.api_key_file == "${CREDENTIALS_DIRECTORY}/keys" and unit["LoadCredential"].startswith("keys:")
+    assert int(unit["TimeoutStopSec"]) == options.drain + 15
+    assert unit["Environment"] == f"XDG_CACHE_HOME=/var/cache/{unit['CacheDirectory']}"
+    assert f"proxy_pass http://{options.host}:{options.serve}/;" in text
+    assert f"client_max_body_size {MAX_SEEING >> 20}m;" in text
 
 
 def test_names_that_pages_and_notebooks_use_are_offered():
