@@ -44,7 +44,8 @@ def way_out(request: flask.Request) -> str:
     """What is said behind "is not served": the endpoint that was probably meant, or where all are listed."""
     served = {rule.rule: sorted(rule.methods - {"HEAD", "OPTIONS"}) for rule in flask.current_app.url_map.iter_rules()}
     path = request.path[:80]
-    meant = [path, f"/v1{path}", f"/v1{path}s", path.removeprefix("/v1"), *difflib.get_close_matches(path, served, 1, cutoff=0.9)]
+    meant = [path, f"/v1{path}", f"/v1{path}s", path.removeprefix("/v1"),
+             *difflib.get_close_matches(path, served, 1, cutoff=0.9)]
     found = next((one for one in meant if one in served and not request.url_rule), None)
     return f": did you mean {served[found][0]} {found}?" if found else "; /openapi.json says what is"
 

@@ -64,7 +64,8 @@ def run_server(options) -> int:
                              "token")
         stack.enter_context(traced(service.engine, options))
         try:
-            addresses = " and ".join(f"{'https' if tls else 'http'}://{name}:{port}/" for name in names_of(options.host))
+            scheme = "https" if tls else "http"
+            addresses = " and ".join(f"{scheme}://{name}:{port}/" for name in names_of(options.host))
             qengine.note(f"serving {models.first.name} on {addresses} (a page to talk with it, and /v1 for programs; "
                          "Ctrl-C stops)")
             for one in models.served[1:]:

@@ -64,8 +64,8 @@ class Limits(NamedTuple):
         if (n_tokens := sum(picture.n_tokens for picture in pictures)) > self.most_tokens:
             longer = ", or give the model a longer context (--ctx)" if self.most_tokens < LARGEST else ""
             raise RequestError(field, f"{field}: the pictures of a request may have {self.most_tokens:,} tokens "
-                                      f"together, and {len(pictures)} of them have {n_tokens:,}; send fewer, begin a new "
-                                      f"chat{longer}")
+                                      f"together, and {len(pictures)} of them have {n_tokens:,}; send fewer, begin a "
+                                      f"new chat{longer}")
 
 
 @dataclass(frozen=True, eq=False)

@@ -378,7 +378,8 @@ def test_the_field_of_another_path_is_known(port, path, body, said):
 
 @pytest.mark.parametrize("asked, meant", [
     ("POST /chat/completions", "POST /v1/chat/completions"), ("POST /v1/v1/messages", "POST /v1/messages"),
-    ("POST /v1/chat/completion", "POST /v1/chat/completions"), ("POST /completion", "POST /v1/completions"), ("GET /v1/completions", "POST /v1/completions"),
+    ("POST /v1/chat/completion", "POST /v1/chat/completions"), ("POST /completion", "POST /v1/completions"),
+    ("GET /v1/completions", "POST /v1/completions"),
     ("POST /v1/chat/completions/", "POST /v1/chat/completions"), ("POST /v1/health", "GET /health"),
     ("GET /pipes", None), ("GET /v1/files", None), ("POST /" + "v1/chat/completions" * 1000, None)])
 def test_what_was_meant_by_a_path(port, monkeypatch, asked, meant):
