@@ -201,8 +201,9 @@ class Chat:
                 continue
             if not text.strip():
                 continue
-            name, _, argument = text.rstrip().partition(" ")
-            if not COMMAND.fullmatch(name):
+            line = text.rstrip()
+            name, _, argument = line.partition(" ")
+            if "\n" in line or not COMMAND.fullmatch(name):         # several lines were pasted, and are a message
                 self.answer(text)
             elif name == "/exit":
                 return 0

@@ -107,6 +107,16 @@ def test_a_conversation_at_a_terminal(tmp_path):
     assert (tmp_path / "qengine" / "history").stat().st_mode & 0o777 == 0o600
 
 
+def test_pasted_lines_are_a_message_however_they_begin(monkeypatch):
+    chat = Chat(SimpleNamespace(eyes=None, name="a model"), {}, Wishes(None, {}))
+    typed, said, obeyed = ["/save /tmp/x\nhello", "/system a\n\n/exit", "/clear\n", "/exit"], [], []
+    monkeypatch.setattr(chat, "answer", said.append)
+    monkeypatch.setattr(chat, "obey", lambda *command: obeyed.append(command))
+    type_in(monkeypatch)
+    assert chat.run(lambda _: typed.pop(0)) == 0
+    assert said == ["/save /tmp/x\nhello", "/system a\n\n/exit"] and obeyed == [("/clear", "")]
+
+
 def test_a_message_that_is_stopped_while_it_is_read_is_taken_back(capsys, monkeypatch):
     engine = PacedEngine("An answer.", delay=30)
     chat = Chat(engine, {}, Wishes(None, {}))
