@@ -61,7 +61,8 @@ def line_editing(path: Path = HISTORY):
     if not is_dialogue() or readline is None:
         yield input
         return
-    readline.parse_and_bind("set enable-bracketed-paste on")    # then line breaks of pasted text end no line
+    pastes = "on" if has_colours(sys.stdout) else "off"         # a terminal without colours may not know them
+    readline.parse_and_bind(f"set enable-bracketed-paste {pastes}")     # then line breaks of pasted text end no line
     readline.set_auto_history(False)
     for line in read_history(path):
         with contextlib.suppress(ValueError):       # a text that no terminal can have typed

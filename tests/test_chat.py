@@ -43,12 +43,13 @@ COLUMNS = 60
 class Person:
     """Types into `--chat` and reads what its terminal shows."""
 
-    def __init__(self, home, *arguments):
+    def __init__(self, home, *arguments, term="xterm-256color"):
+        self.unread = "\x1b\\[[?]2004[hl]\r?" if term != "dumb" else "(?!)"      # bracketed paste on and off
         self.ours, theirs = pty.openpty()
         fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 30, COLUMNS, 0, 0))
         command = [sys.executable, str(ROOT / "qengine.py"), "-m", MODEL, "--card", "emulated", "--ctx", "2048",
                    "--max-tokens", "12", *GREEDY, *arguments]
-        environment = os.environ | {"XDG_STATE_HOME": str(home), "TERM": "xterm-256color"}
+        environment = os.environ | {"XDG_STATE_HOME": str(home), "TERM": term}
         self.process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment,
                                         start_new_session=True)
         os.close(theirs)
@@ -63,7 +64,7 @@ class Person:
                 text += os.read(self.ours, 1 << 16).decode(errors="replace")
             except OSError:                     # the process has ended
                 pytest.fail(f"ended after {text!r}")
-            text = re.sub("\x1b\\[[?]2004[hl]\r?", "", text)     # bracketed paste on and off
+            text = re.sub(self.unread, "", text)
         return text
 
     def type(self, keys, until=PROMPT) -> str:
@@ -105,6 +106,12 @@ def test_a_conversation_at_a_terminal(tmp_path):
     history = read_history(tmp_path / "qengine" / "history")
     assert history[:2] == ["/help", "first line\nsecond line"] and history[-2:] == ["/exit", "/exit"]
     assert (tmp_path / "qengine" / "history").stat().st_mode & 0o777 == 0o600
+
+
+def test_a_terminal_that_obeys_no_codes_gets_none(tmp_path):
+    person = Person(tmp_path, term="dumb")
+    assert "\x1b" not in person.read_until("\n> ") + person.type("hello" + ENTER, "\n> ")
+    assert person.leave() == 0
 
 
 def test_pasted_lines_are_a_message_however_they_begin(monkeypatch):
