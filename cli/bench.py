@@ -318,8 +318,6 @@ def run_bench(model: qengine.OpenModel, options) -> int:
     cards, counts = open_cards(options.card), options.cards or [None]
     if options.cards and max(counts) > len(cards):
         raise RequestError("cards", f"--cards {','.join(map(str, counts))}: there are {len(cards)} to take them from")
-    if options.json:
-        write_json(options.json, {})    # now, so that results are not lost because of a mistyped folder
     chosen = [cards[:n] if options.card or n else None for n in counts]
     runs = [bench_cards(model, each, cards[0].kind == "emulated", options) for each in chosen]
     if len(runs) > 1:

@@ -114,6 +114,8 @@ def check_text(text: str):
 def run_prompt(model: qengine.OpenModel, options, sampling: dict, wishes: Wishes) -> int:
     """Answers one text; returns the exit code. A text that cannot be answered is refused before the model is loaded."""
     check_text(text := piped_text() if options.prompt == "-" else options.prompt)
+    if not (text.strip() or options.image or options.raw):
+        raise RequestError("prompt", "the prompt is empty")
     n_ctx, opening = model.n_ctx(options.ctx), "content"
     wishes.check(model)
     if options.system and model.template is None:

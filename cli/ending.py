@@ -32,7 +32,8 @@ def ended(work, *arguments) -> int:
         return 130
     except OSError as error:        # whoever read our output has left, as `head` does; or a disk is full
         if not isinstance(error, BrokenPipeError):
-            qengine.note(f"qengine: {error}")
+            named = f"{error.filename}: " * bool(error.filename)
+            qengine.note(f"qengine: {named}{error.strerror or error}")
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     finally:

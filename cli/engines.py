@@ -110,6 +110,16 @@ def traced(engine: "qengine.Engine", options):
             qengine.note(f"qengine: {options.trace} lacks {trace.facts[LEFT_OUT]}")
 
 
+def check_files(options):
+    """Raises RequestError where results cannot be written, so that none are lost because of a mistyped folder."""
+    for option, path in ("--trace", options.trace), ("--json", options.json):
+        if path:
+            try:
+                open(path, "ab").close()        # what an earlier run wrote stays until there is more
+            except OSError as error:
+                raise RequestError(option, f"{option} {path}: {error.strerror}") from None
+
+
 def write_json(path: str, data):
     """Raises OSError where the file cannot be written; `main` makes a sentence of it."""
     Path(path).write_text(json.dumps(data, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -11,7 +11,7 @@ from kernels.products import Products, measure_products
 
 from .bench import run_bench
 from .chat import run_chat, run_prompt
-from .engines import Wishes, check_eyes, write_json
+from .engines import Wishes, check_eyes, check_files, write_json
 from .models import open_models, plans, sampling_of
 from .named import is_several
 from .perplexity import run_perplexity
@@ -59,8 +59,7 @@ def want_headers(options):
 def run(options) -> int:
     """Does what the parsed command line asks; returns the exit code."""
     sampling, wishes = sampling_of(options), Wishes.of(options)
-    if options.trace:
-        write_json(options.trace, {})       # now, so that a recording is not lost because of a mistyped folder
+    check_files(options)
     if options.plan or options.print_config:
         want_headers(options)
     if options.print_config:

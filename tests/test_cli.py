@@ -220,11 +220,30 @@ def test_what_does_not_fit_is_shown_with_a_way_out(capsys, task):
     (["-p", "long " * CONTEXT], str(CONTEXT)),
     (["-p", "long " * CONTEXT, "--raw"], str(CONTEXT)),
     (["-p", "", "--raw"], "empty"),
-], ids=["chat", "raw", "empty"])
+    (["-p", " \n"], "the prompt is empty"),
+    (["-p", "-"], "the prompt is empty"),
+], ids=["chat", "raw", "empty", "blank", "pipe"])
 def test_a_prompt_that_cannot_be_answered_is_refused_before_the_load(capsys, monkeypatch, arguments, words):
     monkeypatch.setattr(qengine, "load", lambda *_, **__: pytest.fail("was loaded"))
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO()))
     code, out, err = run(capsys, "-m", MODEL, "--ctx", str(CONTEXT), *arguments)
     assert (code, out) == (2, "") and err.startswith("qengine: ") and words in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize("task, option", [(["-p", "hi"], "--trace"), (["--bench"], "--trace"), (["--bench"], "--json"),
+                                          (["--probe"], "--json")], ids=str)
+def test_a_file_for_results_that_cannot_be_written_is_named_before_the_work(capsys, monkeypatch, tmp_path, task,
+                                                                            option):
+    for name in "qengine.load", "kernels.probe.probe_cards":
+        monkeypatch.setattr(name, lambda *_, **__: pytest.fail("was begun"))
+    code, out, err = run(capsys, *task, option, str(tmp_path / "nowhere" / "a.json"))
+    assert (code, out) == (2, "") and err == f"qengine: {option} {tmp_path}/nowhere/a.json: No such file or directory\n"
+
+
+def test_a_mistake_leaves_what_an_earlier_run_wrote(capsys, tmp_path):
+    (file := tmp_path / "bench.json").write_text("results")
+    assert run(capsys, "--bench", "-m", "/nowhere/model.gguf", "--json", str(file))[0] == 2
+    assert file.read_text() == "results"
 
 
 def test_a_port_in_use(capsys):
