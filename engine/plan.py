@@ -844,7 +844,7 @@ class Planner:
         if self.moves_experts:
             self._move_experts(like)
         if not self.plan.fits:      # then it says what is missing where all is spared that can be
-            self.plan = self.planned(**SPARED[-1], **self._moved)
+            self.plan = self._spared()
 
     @functools.cached_property
     def costs(self) -> LayerCosts:
@@ -879,6 +879,15 @@ class Planner:
             return self.placed(demand)
         return plan_stages(self.blueprint, self.cards, demand, layers)
 
+    def _spared(self, **changes) -> Plan:
+        """The same where all is spared that can be. On several cards this may choose another split."""
+        return self.planned(**SPARED[-1], **self._moved, **changes)
+
+    def fits(self, **changes) -> bool:
+        """Whether a Planner fits the model with other fields of the demand; where experts had to leave the cards, all
+        of them may."""
+        return self.planned(**self._moved, **changes).fits or self._spared(**changes).fits
+
     def placed(self, demand: Demand) -> Plan:
         """The Plan with the best split. How much memory is lost to rounding (Card.granule) depends on the split. If a
         card lacks memory for that reason, the split is chosen again with so much less memory on the card, until it fits
@@ -899,7 +908,7 @@ class Planner:
         longest = pages_for(max(self.blueprint.context_length, self.demand.n_ctx))
         if self.demand.kv_tokens:
             longest = min(longest, self.demand.kv_tokens // PAGE_TOKENS)
-        n = most(1, longest, lambda n: self.planned(n_ctx=n * PAGE_TOKENS, **self._moved).fits)
+        n = most(1, longest, lambda n: self.fits(n_ctx=n * PAGE_TOKENS))
         return n and n * PAGE_TOKENS
 
     def passes(self, n: int) -> list[tuple[int, int]]:
@@ -1007,16 +1016,16 @@ class Planner:
     def changes(self) -> list[str]:
         """What would make the model fit, each change by itself and as small as possible, for people."""
         d, found = self.demand, []
-        if not d.packed and (n := most(1, d.slots - 1, lambda n: self.planned(slots=n).fits)):
+        if not d.packed and (n := most(1, d.slots - 1, lambda n: self.fits(slots=n))):
             found.append(f"--slots {n}")
         if (n := self.longest_context()) and n < d.n_ctx:
             found.append(f"--ctx {n}")
         for name in "kv_tokens", "checkpoint_memory":
-            if getattr(d, name) is not None and self.planned(**{name: None}).fits:
+            if getattr(d, name) is not None and self.fits(**{name: None}):
                 found.append(f"no --{name.replace('_', '-')}")
-        if d.drafts and self.planned(drafts=0).fits:
+        if d.drafts and self.fits(drafts=0):
             found.append("--draft off")
-        if d.split and self.planned(split=None).fits:
+        if d.split and self.fits(split=None):
             found.append("no --split")
         missing = [-left for left in self.plan.left]
         if d.memory is not None and all(n <= card.unused_bytes - card.free_bytes

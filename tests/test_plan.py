@@ -237,6 +237,18 @@ def test_longest_context_is_the_longest():
     assert planner("synthetic:tiny", typed(CMP_100_210), kv_tokens=5000).longest_context() == 4992
 
 
+@pytest.mark.parametrize("model, gigabytes, demand", [("synthetic:27b:q6_k", (15.5, 15.5), {}),
+                                                      ("synthetic:9b", (7, 5.5, 2.6), {"slots": 4}),
+                                                      ("synthetic:35b-a3b:q4_k", (15.5,), {"expert_memory": 13 << 30})])
+def test_no_plan_fits_a_longer_context(model, gigabytes, demand):
+    """Cards that spare what they can may split the layers otherwise."""
+    cards = [EmulatedCard(n, like=CMP_100_210, memory_bytes=int(gb * 2**30)) for n, gb in enumerate(gigabytes)]
+    longest = planner(model, cards, **demand).longest_context()
+    assert [planner(model, cards, **demand | {"n_ctx": longest + more}).plan.fits for more in (0, 64)] == [True, False]
+    with pytest.raises(OutOfMemory, match=f"--ctx {longest}( or|$)"):
+        planner(model, cards, **demand | {"n_ctx": longest + 64}).check()
+
+
 def test_cards_keep_two_checkpoints_as_the_help_says():
     sizes = planner("synthetic:tiny", typed(CMP_100_210), checkpoint_memory=0).plan.sizes
     assert sizes.n_checkpoints == LEAST_CHECKPOINTS == 2
