@@ -820,6 +820,7 @@ HIT_RATES = 0.8, 0.9, 0.95  # of experts on the card, of which a plan says what 
 DISK = 2e9                  # bytes per second that plans assume of an SSD
 BAR_DELAY = 0.3             # seconds after which a terminal shows how far `Planner.kv_lines` is
 MOST_CARDS = 16             # `Planner.changes` proposes up to so many cards
+SHORTEST_CTX = 1024         # and no context that is shorter: an answer with its thoughts has no room there
 
 
 class Planner:
@@ -998,16 +999,25 @@ class Planner:
             lines.append(f"(emulated cards of no type count as {CARDS[0].name})")
         return "\n".join(lines)
 
+    @property
+    def keeps_kv(self) -> bool:
+        """Whether the model keeps keys and values, in a format that may be chosen."""
+        return not self.demand.packed and any(stage.page_bytes for stage in self.plan.on_paper)
+
+    def with_kv(self, kv: str) -> "Planner":
+        """The same in another KV format."""
+        return Planner(self.blueprint.changed(kv=kv), self.cards, self.asked, self.spare, like=self)
+
     def kv_lines(self, longest: int | None) -> list[str]:
         """A table of all KV formats: bytes of a token on each card, and the longest context that fits, for people.
         longest: that of this plan. Nothing for models without --kv."""
-        if self.demand.packed or not any(stage.page_bytes for stage in self.plan.on_paper):
+        if not self.keeps_kv:
             return []
         lines = [f"{'--kv':9}{'bytes of a token' + ', by card' * (len(self.cards) > 1):>28}{'longest context':>18}"]
         for kv in tqdm.tqdm(KV_FORMATS, desc="planning", unit="format", leave=False, delay=BAR_DELAY, disable=None):
             other, found = self, longest
             if kv != self.blueprint.kv:
-                other = Planner(self.blueprint.changed(kv=kv), self.cards, self.asked, self.spare, like=self)
+                other = self.with_kv(kv)
                 found = other.longest_context()
             by_card = " + ".join(f"{stage.page_bytes // PAGE_TOKENS:,}" for stage in other.plan.on_paper)
             lines.append(f"{kv:9}{by_card:>28}{f'{found:,}' if found else 'none fits':>18}")
@@ -1018,13 +1028,19 @@ class Planner:
         d, found = self.demand, []
         if not d.packed and (n := most(1, d.slots - 1, lambda n: self.fits(slots=n))):
             found.append(f"--slots {n}")
-        if (n := self.longest_context()) and n < d.n_ctx:
+        if (n := self.longest_context()) and SHORTEST_CTX <= n < d.n_ctx:
             found.append(f"--ctx {n}")
+        formats = list(KV_FORMATS)          # those of fewer bits come later
+        smaller = formats[formats.index(self.blueprint.kv) + 1:] if self.keeps_kv else []
+        if kv := next((kv for kv in smaller if self.with_kv(kv).plan.fits), None):
+            found.append(f"--kv {kv}")
         for name in "kv_tokens", "checkpoint_memory":
             if getattr(d, name) is not None and self.fits(**{name: None}):
                 found.append(f"no --{name.replace('_', '-')}")
         if d.drafts and self.fits(drafts=0):
             found.append("--draft off")
+        if d.eyes and self.fits(eyes=None):
+            found.append("--mmproj none")
         if d.split and self.fits(split=None):
             found.append("no --split")
         missing = [-left for left in self.plan.left]

@@ -271,14 +271,16 @@ def test_a_shorter_context_fits_where_a_longer_one_does(monkeypatch):
         ((CMP_100_210, 553_131_617), (H100, 458_933_304), (H100, 605_818_119)))]
     plans = planner("synthetic:0.8b", tight)
     assert [plans.planned(n_ctx=n).fits for n in (2048, 2112, 2560, 4096, 14_336, 14_400)] == [True] * 5 + [False]
-    assert plans.longest_context() == 14_336
+    assert plans.longest_context() == 28_672        # with another split and one checkpoint
+    assert planner("synthetic:0.8b", tight, n_ctx=28_672).plan.fits
 
 
 def test_what_would_make_it_fit_does_and_no_less():
     card = EmulatedCard(like=CMP_100_210, memory_bytes=22 << 29)
     plans = planner("synthetic:9b", [card], n_ctx=32768, slots=32)
     assert not plans.plan.fits
-    slots, ctx, more, smaller = plans.changes()
+    slots, ctx, kv, more, smaller = plans.changes()
+    assert kv == "--kv q8"
     n = int(slots.removeprefix("--slots "))
     assert plans.planned(slots=n).fits and not plans.planned(slots=n + 1).fits
     n = int(ctx.removeprefix("--ctx "))
@@ -287,8 +289,22 @@ def test_what_would_make_it_fit_does_and_no_less():
     assert planner("synthetic:9b", [card, card], n_ctx=32768, slots=32).plan.fits
     name = smaller.removeprefix("a file in ").lower()
     assert planner(f"synthetic:9b:{name}", [card], n_ctx=32768, slots=32).plan.fits
-    with pytest.raises(OutOfMemory, match=rf"too much\nit would with {slots} or {ctx} or {more} or {smaller}$"):
+    with pytest.raises(OutOfMemory, match=rf"too much\nit would with {slots} or {ctx} or {kv} or {more} or {smaller}$"):
         plans.check()
+
+
+def test_fewer_bits_and_no_eyes_are_proposed_and_contexts_of_no_use_are_not():
+    def changes(gigabytes, kv="float16", **asked):
+        opened, card = open_model("synthetic:0.8b").keeping(kv), typed(CMP_100_210, memory_bytes=int(gigabytes * 2**30))
+        return make_planner(opened, card, opened.demand(**asked)).changes()
+
+    more = "1 more card like emulated card 0"
+    assert changes(1.2, ctx=32768) == ["--ctx 28480", "--kv q8", more, "a file in Q6_K"]
+    assert changes(1.2, "q8+3", ctx=131072) == ["--ctx 73152", "--kv q3", more, "a file in Q5_0"]
+    assert changes(1.2, mmproj="synthetic") == ["--mmproj none", more]
+    assert changes(0.89)[:2] == ["--ctx 1344", more] and changes(0.88)[0] == more       # there, 512 tokens would fit
+    embedding, card = open_model("synthetic:qwen3-0.6b-embedding"), typed(CMP_100_210, memory_bytes=512 * MB)
+    assert not any("--kv" in change for change in make_planner(embedding, card, embedding.demand()).changes())
 
 
 def test_options_that_ask_for_too_much_are_named():
