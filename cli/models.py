@@ -17,7 +17,7 @@ from engine.request import RequestError
 from engine.served import Defaults, Facts, Models, Served
 from engine.sight import limits_for
 from engine.text_engine import wrong_kind
-from kernels.card import PlannedCard
+from kernels.card import OutOfMemory, PlannedCard
 
 from .engines import Wishes, asked, check_eyes, memories
 from .named import is_several
@@ -53,14 +53,18 @@ class Wanted:
 
     def arguments_on(self, cards: list) -> dict:
         """The arguments of `qengine.load` for these cards. Where n models share a card, each takes an n-th of an eighth
-        of it for checkpoints, unless it says otherwise."""
+        of it for checkpoints, unless it says otherwise, or fits only with fewer."""
         if not self.n_models or self.arguments["checkpoint_memory"] is not None:
             return self.arguments
         share = min(card.memory_bytes for card in cards) // (8 * self.n_models)
-        return self.arguments | {"checkpoint_memory": share}
+        shared = self.arguments | {"checkpoint_memory": share}
+        return shared if self._planner(cards, shared).plan.fits else self.arguments
 
     def planner(self, cards: list):
-        return qengine.make_planner(self.model, cards, self.model.demand(**self.arguments_on(cards)))
+        return self._planner(cards, self.arguments_on(cards))
+
+    def _planner(self, cards: list, arguments: dict):
+        return qengine.make_planner(self.model, cards, self.model.demand(**arguments))
 
     def load(self, cards: list, progress: bool = True):
         return qengine.load(self.model, cards, progress=progress, **self.arguments_on(cards))
@@ -179,15 +183,18 @@ def load_models(wanted: list[Wanted], release) -> Models:
     """The models of a server, those loaded that always are. release(engine): closes an engine and gives back its
     memory. Raises ModelError, RequestError, CardError; then none stays loaded."""
     deck, served = Deck(wanted[0]), {}
+    empty = deck.planned()
     with contextlib.ExitStack() as stack:
         for one in in_order(wanted):
             cards = deck.of(one)
             if one.idle is None:
-                engine = one.load(cards if one is wanted[0] else twins(cards))
+                with naming_room(one, empty):
+                    engine = one.load(cards if one is wanted[0] else twins(cards))
                 stack.callback(engine.close)
                 served[id(one)] = Served(engine, one.aliases, one.defaults)
             else:
-                one.planner(deck.planned().of(one)).check()     # better now than at the first request
+                with naming_room(one, empty):
+                    one.planner(deck.planned().of(one)).check()     # better now than at the first request
                 served[id(one)] = Served(None, one.aliases, one.defaults, facts=one.facts, idle=one.idle,
                                          load=functools.partial(load_again, one, twins(cards)))
         stack.pop_all()
@@ -215,13 +222,28 @@ def freeze():
     gc.freeze()
 
 
-def crowded(one: Wanted, first: Wanted, planner) -> str:
-    """For people, the end of a model's plan: that experts leave its cards only because others take memory there."""
+ROOM = "kv-tokens= and checkpoint-memory= of the others make room"
+
+
+def crowded(one: Wanted, empty: Deck, planner) -> str:
+    """For people, the end of a model's plan: that experts leave its cards only because others take memory there.
+    empty: the cards on paper, before any model."""
     if not planner.moves_experts:
         return ""
-    alone = one.planner(Deck(first, PlannedCard).of(one))
-    return "\nalone all its experts would fit: kv-tokens= and checkpoint-memory= of the others make room" * (
-        alone.plan.fits and not alone.moves_experts)
+    alone = one.planner(empty.of(one))
+    return f"\nalone all its experts would fit: {ROOM}" * (alone.plan.fits and not alone.moves_experts)
+
+
+@contextlib.contextmanager
+def naming_room(one: Wanted, empty: Deck):
+    """Where the `with` body finds that a model does not fit, the sentence says whether it would alone. empty: the cards
+    on paper, before any model."""
+    try:
+        yield
+    except OutOfMemory as error:
+        if not one.planner(empty.of(one)).plan.fits:
+            raise
+        raise OutOfMemory(f"{error}\nalone it would fit: {ROOM}") from None
 
 
 def plans(wanted: list[Wanted]):
@@ -232,12 +254,14 @@ def plans(wanted: list[Wanted]):
         yield planner.report()
         return
     always = Deck(wanted[0], PlannedCard)
+    empty = always.planned()
     for one in in_order(wanted):
         if one.idle is not None:
             break
         planner = one.planner(always.of(one))
-        planner.check()
-        yield f"{one.model.name}, {one.model.kind}:\n{planner.report()}{crowded(one, wanted[0], planner)}"
+        with naming_room(one, empty):
+            planner.check()
+        yield f"{one.model.name}, {one.model.kind}:\n{planner.report()}{crowded(one, empty, planner)}"
         set_aside(planner)
     together = always.planned()
     for one in in_order(wanted):
@@ -246,8 +270,9 @@ def plans(wanted: list[Wanted]):
         planner, note = one.planner(together.of(one)), "loaded at its first request"
         if not (beside := planner.plan.fits):
             planner = one.planner(always.planned().of(one))
-            planner.check()
+            with naming_room(one, empty):
+                planner.check()
             note += ", for which others that nobody asks have to go"
-        yield f"{one.model.name}, {one.model.kind}, {note}:\n{planner.report()}{crowded(one, wanted[0], planner)}"
+        yield f"{one.model.name}, {one.model.kind}, {note}:\n{planner.report()}{crowded(one, empty, planner)}"
         if beside:      # after the report, which counts on what the model takes itself
             set_aside(planner)

@@ -18,6 +18,7 @@ from cli.models import Deck, load_models, open_models, plans
 from cli.named import ModelArgument, model_argument
 from cli.options import build_parser, check_options
 from cli.serve import free, slots_of
+from kernels.card import OutOfMemory
 from kernels.emulated.card import EmulatedCard
 from tests.clients import CHAT, HI
 from tests.oracle import EMBEDDING, oracle_path
@@ -165,6 +166,35 @@ def test_a_plan_says_where_others_drive_experts_off_the_card(monkeypatch, idle):
         text = list(plans(open_models(parsed(*arguments))))[-1]
         assert ("experts of each layer lie on the card" in text) == is_moved
         assert ("alone all its experts would fit: kv-tokens= and checkpoint-memory=" in text) == is_told
+
+
+@pytest.mark.parametrize("idle", ["", ",idle=1m"])
+def test_a_model_that_fits_alone_is_told_what_makes_room(monkeypatch, idle):
+    first, second = f"a={TINY},ctx=512,checkpoint-memory=1,kv-tokens=65536", f"b={TINY},ctx=512{idle}"
+    large, small = needed("-m", first, "-m", f"{second},checkpoint-memory=1,kv-tokens=512")
+    sentence = "\nalone it would fit: kv-tokens= and checkpoint-memory= of the others make room"
+    for room, models, is_told in ((large + small // 2, [first, second], True), (large // 2, [first, second], False),
+                                  (small // 2, [second], False)):
+        monkeypatch.setattr(qengine, "open_cards", lambda which=None: [EmulatedCard(0, room)])
+        wanted = open_models(parsed(*(word for model in models for word in ("-m", model))))
+        for work in (lambda: list(plans(wanted))), (lambda: load_models(wanted, free)):
+            with pytest.raises(OutOfMemory, match="does not fit") as caught:
+                work()
+            assert (sentence in str(caught.value)) == is_told
+
+
+def test_checkpoints_of_one_model_of_several_make_room_for_it(monkeypatch):
+    """Its share of the card is the most that it takes, unless the command line says it."""
+    first, second = f"a={TINY},ctx=512,checkpoint-memory=1,kv-tokens=512", f"b={TINY},ctx=512,kv-tokens=16384"
+    large, small = needed("-m", first, "-m", f"{second},checkpoint-memory=0")
+    room = large + small + (1 << 20)
+    monkeypatch.setattr(qengine, "open_cards", lambda which=None: [EmulatedCard(0, room)])
+    with pytest.raises(OutOfMemory, match="no --checkpoint-memory"):
+        list(plans(open_models(parsed("-m", first, "-m", f"{second},checkpoint-memory={(room >> 20) // 16}"))))
+    a, b = open_models(parsed("-m", first, "-m", second))
+    assert len(list(plans([a, b]))) == 2
+    with served(monkeypatch, room, "-m", first, "-m", second) as (group, app, card):
+        assert 2 <= group.served[1].engine.scheduler.cache.n_checkpoints < 5 and ask(app, "b")
 
 
 # ---- engines that come and go ---------------------------------------------------------------------------------------
