@@ -49,8 +49,10 @@ def print_answer(engine, request: Request, opening: str = "content", ways_out: s
         generation.cancel()
         writer.end()
     if pieces:
-        remark(speeds_of(generation) + "; stopped" * interrupted)
-        if generation.finish_reason == "length" and generation.n_prompt + generation.n_generated >= engine.n_ctx:
+        is_full = generation.n_prompt + generation.n_generated >= engine.n_ctx
+        is_cut = generation.finish_reason == "length" and not generation.cause
+        remark(speeds_of(generation) + "; stopped" * interrupted + "; cut at --max-tokens" * (is_cut and not is_full))
+        if is_cut and is_full:
             remark(f"the answer was cut: the context of {engine.n_ctx:,} tokens is full ({ways_out})")
     return "".join(pieces), interrupted
 

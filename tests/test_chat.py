@@ -86,7 +86,7 @@ def test_a_conversation_at_a_terminal(tmp_path):
     assert all(name in shown for name in COMMANDS)
     pasted = "\x1b[200~first line\nsecond line\x1b[201~"
     shown = person.type(pasted + ENTER)
-    assert len(re.findall("\x1b\\[2mprompt [^\x1b]*tokens/s\x1b\\[0m", shown)) == 1        # one message, one answer
+    assert len(re.findall("\x1b\\[2mprompt [^\x1b]*tokens/s[^\x1b]*\x1b\\[0m", shown)) == 1        # one message, one answer
     assert "Traceback" not in shown
     assert "a new" not in shown and "system: Be brief." in person.type("/system" + ENTER)
     assert "/nonsense: /help lists" in person.type("/nonsense" + ENTER)
@@ -234,7 +234,10 @@ def test_a_full_context_names_the_ways_out(capsys):
 
 def test_an_answer_that_was_cut_at_its_limit_has_room(capsys, loaded, monkeypatch):  # noqa: F811
     type_in(monkeypatch, "hi")
-    assert "is full" not in run(capsys, *CHAT)[2]
+    err = run(capsys, *CHAT)[2]
+    assert "is full" not in err and err.endswith("; cut at --max-tokens\n")
+    type_in(monkeypatch, "hi")
+    assert "cut" not in run(capsys, *(word for word in CHAT if word not in ("--max-tokens", "4")))[2]
 
 
 def test_thinking_is_switched_within_a_conversation(capsys, loaded, monkeypatch):  # noqa: F811
