@@ -71,6 +71,14 @@ LLAMA_CPP = {**dict.fromkeys(["-hf", "--hf-repo"], "say -m hf:OWNER/NAME"),
              **dict.fromkeys(["-dev", "--device"], "say --card"), **dict.fromkeys(["-f", "--file"], "say -p - < FILE"),
              **dict.fromkeys(["-i", "--interactive"], "say --chat"),
              **dict.fromkeys(["-sm", "--split-mode"], "leave it out, several cards share the layers; --split says how"),
+             **dict.fromkeys(["-md", "--model-draft"], "leave it out, drafts need no model of their own"),
+             **dict.fromkeys(["-ncmoe", "--n-cpu-moe", "-cmoe", "--cpu-moe", "-ot", "--override-tensor"],
+                             "leave it out, experts for which cards lack memory stay on the host; --expert-memory says "
+                             "how much they get"),
+             "--reasoning-budget": "say --thinking-budget, or --thinking off",
+             **dict.fromkeys(["-a", "--alias"], "say -m NAME=FILE"), "--list-devices": "say --probe",
+             **dict.fromkeys(["--rope-scaling", "--rope-scale", "--rope-freq-base", "--rope-freq-scale"],
+                             "leave it out, the model's file says it"),
              "--jinja": "leave it out, the model's own template is always used",
              **dict.fromkeys(["--mmap", "--no-mmap", "--mlock"], "leave it out, files are read as suits the machine"),
              **dict.fromkeys(["-co", "--color"], "leave it out, a terminal gets colours"),
@@ -96,12 +104,15 @@ class Parser(argparse.ArgumentParser):
 def within(kind: type, low, high):
     """An argparse type: an int or a float from `low` to `high`, as a row of SAMPLING says."""
     def convert(text):
-        value = kind(text)
+        try:
+            value = kind(text)
+        except ValueError:
+            meant = "a whole number, as in 16384" if kind is int else "a number, as in 15.5"
+            raise argparse.ArgumentTypeError(f"must be {meant}, not {text!r}") from None
         if not low <= value <= high:
             raise argparse.ArgumentTypeError(f"must be from {low} to {high}, not {text}")
         return value
 
-    convert.__name__ = "whole number" if kind is int else "number"      # for "invalid number value: 'x'"
     return convert
 
 
