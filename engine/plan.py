@@ -959,6 +959,7 @@ class Planner:
         return (f"ESTIMATE, at {PEAK_SHARE:.0%} of the cards' peaks: a prompt of {n:,} tokens at "
                 f"{n / self.prompt_schedule(n).seconds:,.0f} tokens/s, one answer behind it at "
                 f"{1 / (cards * PEAK_SHARE / share + hops):,.0f}"
+                + " (counted with all keys, though --sparse leaves some out)" * (self.demand.sparse == "on")
                 + f" (at {share:.0%}: it reads experts)" * (share != PEAK_SHARE))
 
     def hop_lines(self) -> list[str]:

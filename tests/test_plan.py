@@ -329,6 +329,12 @@ def test_a_plan_estimates_speeds():
     assert 19 < int(answer) < 23
 
 
+def test_an_estimate_says_that_it_counts_keys_that_are_left_out():
+    for sparse in "off", "ask", "on":
+        line = planner("synthetic:tiny", typed(CMP_100_210), sparse=sparse).speed_line()
+        assert line.endswith(" (counted with all keys, though --sparse leaves some out)") == (sparse == "on")
+
+
 def test_a_plan_estimates_the_speed_of_a_mixture():
     """Its decode steps reach less of a card's bandwidth: the share that they reached on an H100."""
     assert plan.MIXTURE_SHARE == round(figures.figure("mixture", "Q4_K", "decode at 297", 2) / 100, 2)
