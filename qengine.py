@@ -2295,7 +2295,8 @@ def open_model(model: str | Path) -> OpenModel:
     if kind == "synthetic":
         name, _, format = name.partition(":")
         if (format := format.upper() or "Q8_0") not in FORMATS:
-            raise ModelError(f"{model}: there is no such format, only {', '.join(FORMATS).lower()}")
+            raise ModelError(f"{model}: there is no such format, only {', '.join(FORMATS).lower()}"
+                             + "; +mtp goes with the size: synthetic:9b+mtp:q4_k" * format.endswith("+MTP"))
         config = dataclasses.replace(Config.synthetic(name), name=str(model))
         weights = SyntheticWeights(tensor_shapes(config), format, config.architecture)
         tokenizer = ByteTokenizer(config.n_vocab)

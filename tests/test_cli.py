@@ -181,6 +181,7 @@ def test_examples_in_the_help_parse():
     (["-hf", "OWNER/NAME"], "-hf is an option of llama.cpp: say -m hf:OWNER/NAME"),
     (["-m", MODEL, "--serve", "--ctx-size=512"], "say --ctx (see"),
     (["-m", "synthetic:enormous", "-p", "hi"], "enormous"),
+    (["-m", "synthetic:27b:q4_k+mtp", "--plan"], "; +mtp goes with the size: synthetic:9b+mtp:q4_k"),
     (["-m", "synthetic:enormous", "--print-config"], "enormous"),
     (["-m", "/nowhere/model.gguf", "-p", "hi"], "/nowhere/model.gguf"),
     (["-m", "/", "-p", "hi"], "/"),
