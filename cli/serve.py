@@ -1,6 +1,7 @@
 """A server on the command line: it listens, loads, serves, and may go on when a card fails."""
 
 import contextlib
+import errno
 import gc
 import socket
 import time
@@ -43,8 +44,9 @@ def run_server(options) -> int:
             port = stack.enter_context(serving(app, options.host, options.serve, tls))
         except (OSError, ValueError) as error:
             reason = getattr(error, "strerror", None) or error
-            qengine.note(f"qengine: cannot listen on {options.host} port {options.serve}: {reason} (--serve PORT takes "
-                         "another)")
+            is_host = isinstance(error, (socket.gaierror, ValueError)) or error.errno == errno.EADDRNOTAVAIL
+            way_out = "--host takes an address of this machine" if is_host else "--serve PORT takes another"
+            qengine.note(f"qengine: cannot listen on {options.host} port {options.serve}: {reason} ({way_out})")
             return 2
         if not keys and not is_loopback(options.host):
             qengine.note(f"warning: whoever reaches {options.host} can use this server: --api-key asks for a key")

@@ -86,7 +86,7 @@ def test_a_conversation_at_a_terminal(tmp_path):
     assert all(name in shown for name in COMMANDS)
     pasted = "\x1b[200~first line\nsecond line\x1b[201~"
     shown = person.type(pasted + ENTER)
-    assert len(re.findall("\x1b\\[2mprompt [^\x1b]*tokens/s[^\x1b]*\x1b\\[0m", shown)) == 1        # one message, one answer
+    assert len(re.findall("\x1b\\[2mprompt [^\x1b]*tokens/s[^\x1b]*\x1b\\[0m", shown)) == 1   # one message, one answer
     assert "Traceback" not in shown
     assert "a new" not in shown and "system: Be brief." in person.type("/system" + ENTER)
     assert "/nonsense: /help lists" in person.type("/nonsense" + ENTER)

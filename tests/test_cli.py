@@ -260,9 +260,10 @@ def test_a_port_in_use(capsys):
     assert err.count("\n") == 1 and str(port) in err and "in use" in err
 
 
-def test_a_host_that_is_not_ours(capsys):
-    code, out, err = run(capsys, "-m", MODEL, "--serve", "0", "--host", "no.such.host.invalid")
-    assert (code, out, err.count("\n")) == (2, "", 1)
+@pytest.mark.parametrize("host", ["no.such.host.invalid", "192.0.2.1", "a" * 64 + ".example"])
+def test_a_host_that_is_not_ours(capsys, host):
+    code, out, err = run(capsys, "-m", MODEL, "--serve", "0", "--host", host)
+    assert (code, out, err.count("\n")) == (2, "", 1) and err.endswith(" (--host takes an address of this machine)\n")
 
 
 # ---- the model that comes along ----------------------------------------------------------------------------

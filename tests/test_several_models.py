@@ -63,7 +63,7 @@ def test_a_file_is_a_file_whatever_its_name(tmp_path, monkeypatch):
     (["-m", f"a={TINY},port=3"], "a: 'port' is no option of a model"),
     (["-m", f"a={TINY},ctx"], "a: behind the file stands option=value, not 'ctx'"),
     (["-m", f"a={TINY},ctx=9,ctx=8"], "a: ctx is there twice"),
-    (["-m", f"a={TINY},ctx=many"], "-m a: argument --ctx: invalid"),
+    (["-m", f"a={TINY},ctx=many"], "-m a: argument --ctx: must be a whole number"),
     (["-m", f"a={TINY},temperature=3"], "-m a: argument --temperature: must be from 0 to 2"),
     (["-m", f"a={TINY},idle=soon"], "a: idle is a time such as 30s, 10m or 2h, or never, not 'soon'"),
     (["-m", f"a={TINY},idle=0"], "a: idle is a time"),
