@@ -237,7 +237,7 @@ def test_a_prompt_that_cannot_be_answered_is_refused_before_the_load(capsys, mon
 
 
 @pytest.mark.parametrize("task, option", [(["-p", "hi"], "--trace"), (["--bench"], "--trace"), (["--bench"], "--json"),
-                                          (["--probe"], "--json")], ids=str)
+                                          (["--serve", "0"], "--trace"), (["--probe"], "--json")], ids=str)
 def test_a_file_for_results_that_cannot_be_written_is_named_before_the_work(capsys, monkeypatch, tmp_path, task,
                                                                             option):
     for name in "qengine.load", "kernels.probe.probe_cards":

@@ -6,9 +6,6 @@ import threading
 import numpy as np
 import pytest
 
-import qengine
-from cli.options import build_parser
-from cli.tasks import run
 from kernels import trace as trace_module
 from kernels.card import CardError
 from kernels.emulated.card import EmulatedCard
@@ -96,14 +93,6 @@ def test_a_long_trace_keeps_the_end_and_says_so(card, monkeypatch):
         card.fill(x, 0)
     assert [span.name for span in of_kind(trace, "kernel")] == ["double", "double", "fill: x"]
     assert trace.facts[trace_module.LEFT_OUT] == "the first 2 operations"
-
-
-@pytest.mark.parametrize("task", [["-p", "hi"], ["--bench"], ["--serve", "0"]])
-def test_a_mistyped_folder_is_found_before_the_model_is_loaded(task, monkeypatch):
-    monkeypatch.setattr(qengine, "load", None)
-    said = ["-m", "synthetic:tiny", *task, "--trace", "/nowhere/trace.json"]
-    with pytest.raises(FileNotFoundError, match="/nowhere/trace.json"):
-        run(build_parser().parse_args(said))
 
 
 def test_joined_bars():
