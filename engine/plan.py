@@ -820,7 +820,7 @@ HIT_RATES = 0.8, 0.9, 0.95  # of experts on the card, of which a plan says what 
 DISK = 2e9                  # bytes per second that plans assume of an SSD
 BAR_DELAY = 0.3             # seconds after which a terminal shows how far `Planner.kv_lines` is
 MOST_CARDS = 16             # `Planner.changes` proposes up to so many cards
-SHORTEST_CTX = 1024         # and no context that is shorter: an answer with its thoughts has no room there
+SHORTEST_CTX = 1024         # and no context that is shorter, unless it has half of what is demanded: it is of no use
 
 
 class Planner:
@@ -1029,7 +1029,7 @@ class Planner:
         d, found = self.demand, []
         if not d.packed and (n := most(1, d.slots - 1, lambda n: self.fits(slots=n))):
             found.append(f"--slots {n}")
-        if (n := self.longest_context()) and SHORTEST_CTX <= n < d.n_ctx:
+        if (n := self.longest_context()) and min(SHORTEST_CTX, d.n_ctx // 2) <= n < d.n_ctx:
             found.append(f"--ctx {n}")
         formats = list(KV_FORMATS)          # those of fewer bits come later
         smaller = formats[formats.index(self.blueprint.kv) + 1:] if self.keeps_kv else []
