@@ -13,6 +13,7 @@ from models.tasks.pictures.labels import FACTS, NOTHING, SIZES, UNUSED
 
 NOTHING_WEIGHT = 0.05        # of a block that shows nothing of a fact, in the loss
 LENGTH_WEIGHT = 0.1         # of the error of the rows' length
+_OF_ONE_SIZE = [[i for i, size in enumerate(SIZES) if size == one] for one in sorted(set(SIZES))]     # facts, by number
 
 
 class Lessons(nn.Module):
@@ -21,14 +22,13 @@ class Lessons(nn.Module):
     def __init__(self, hidden: int, length: float = 1.0):
         super().__init__()
         self.told, self.length = nn.Linear(hidden, sum(SIZES)), length
-        self.label_loss = _label_loss
 
     def forward(self, rows: Tensor, labels: Tensor) -> Tensor:
         """The loss of rows [..., hidden] with labels int [..., facts]: cross entropy and the error of their length."""
         used = (labels[..., :1] != UNUSED).float()
         lengths = rows.float().square().mean(-1, keepdim=True).add(1e-6).sqrt()
         error = ((lengths / self.length - 1).square() * used).sum() / used.sum().clamp(min=1)
-        return self.label_loss(self.tell(rows), labels.flatten(0, -2)) + LENGTH_WEIGHT * error
+        return _label_loss(self.tell(rows), labels.flatten(0, -2)) + LENGTH_WEIGHT * error
 
     def tell(self, rows: Tensor) -> Tensor:
         """Logits [n, sum of SIZES]; how long a row is makes no difference."""
@@ -42,18 +42,17 @@ class Lessons(nn.Module):
         shown = labels > NOTHING
         return torch.stack([((told == labels) & shown).sum(0), shown.sum(0)], 1)
 
-    def compile_loss(self):
-        self.label_loss = torch.compile(_label_loss, dynamic=False)
-
 
 def _label_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    """Mean cross entropy of logits [n, sum of SIZES] over all facts and blocks."""
-    weights = torch.where(labels > NOTHING, 1.0, NOTHING_WEIGHT * (labels == NOTHING))
-    total = 0
-    for i, part in enumerate(logits.float().split(SIZES, 1)):
-        losses = F.cross_entropy(part, labels[:, i].clamp(min=0), reduction="none")
-        total = total + (losses * weights[:, i]).sum()
-    return total / weights.sum().clamp(min=1)
+    """Mean cross entropy of logits [n, sum of SIZES] over all facts and blocks. Facts of one size are one tensor: a loss
+    for each fact would be more than two hundred small kernels to compile."""
+    parts, columns, total, weight = logits.float().split(SIZES, 1), labels.unbind(1), 0, 0
+    for same in _OF_ONE_SIZE:
+        some, right = (torch.stack([each[i] for i in same], 1).flatten(0, 1) for each in (parts, columns))
+        weights = torch.where(right > NOTHING, 1.0, NOTHING_WEIGHT * (right == NOTHING))
+        total = total + (F.cross_entropy(some, right.clamp(min=0), reduction="none") * weights).sum()
+        weight = weight + weights.sum()
+    return total / weight.clamp(min=1)
 
 
 def show_facts(right: list) -> str:

@@ -506,7 +506,6 @@ def main():
     if device == "cuda":
         checkpoint.network.compile_blocks()
         checkpoint.tower.compile_blocks()
-        checkpoint.lessons.compile_loss()
     train(checkpoint, options.steps, options.minutes, phases=phases, rate=options.rate, workers=workers, device=device,
           log=lambda line: print(line, flush=True), part=options.part,
           save=lambda each: save_checkpoint(options.out, each))

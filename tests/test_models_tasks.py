@@ -16,9 +16,10 @@ import pytest
 
 from engine.rendering import raise_exception, to_json
 from engine.template import ChatTemplate
-from models import tasks
-from models.tasks import facts, judge, objects, ordinary, people, reasoning, recall, tools, words
+from models import evaluate, tasks
+from models.tasks import facts, judge, objects, ordinary, people, pictures, reasoning, recall, structured, tools, words
 from models.tasks.example import TEMPLATE
+from models.tasks.wide import asking
 from tests.oracle import oracle_path
 
 CHATS = [name for name in tasks.TASKS if name != "text"]
@@ -193,16 +194,16 @@ def test_fields_and_tools_apart_are_never_named_in_training():
 
 def test_handwritten_tools_are_told_by_descriptions():
     """No two have one in common, and most have another name than their own, on either side."""
-    every = [text for tool in tools._handwritten() for text in tool["description"] + tool["description_ko"]]
-    assert len(set(every)) == len(every) >= 4 * len(tools._handwritten())
-    own = {tool["name"] for tool in tools._handwritten()}
-    for held in (False, True):
+    every = [text for tool in tools._trained() for text in tool["description"] + tool["description_ko"]]
+    assert len(set(every)) == len(every) >= 4 * len(tools._trained()) > 4 * len(tools._handwritten())
+    own = {tool["name"] for tool in tools._trained()}
+    for held, least, most in ((False, 0.3, 0.6), (True, 0.02, 0.35)):
         rng, called = random.Random(3), []
         for _ in range(400):
             _, (call,), schemas = tools.natural(words.Draw(rng, held), "ko")
             called.append(call["name"] in own)
             assert sum(tool["function"]["description"] in every for tool in schemas) >= 1
-        assert 0.02 < sum(called) / len(called) < 0.35
+        assert least < sum(called) / len(called) < most
 
 
 def test_what_is_only_judged_by_is_answerable():
@@ -233,10 +234,56 @@ def test_what_newcomers_ask_is_in_no_wording_of_training():
     assert len(facts.newcomers()) == 50 and len(asked) == 100
     wordings = {facts.plain(wording) for fact in facts.load_facts().values() for lang in words.LANGUAGES
                 for wording in (*fact.ask[lang], *fact.follow[lang], *fact.held[lang])}
-    varied = {facts.plain(message["content"]) for name in ("facts", "self") for example in examples(name, 500)
+    wordings |= {facts.plain(wording) for questions in (*facts.further().values(), *facts.apart().values())
+                 for lang in words.LANGUAGES for wording in questions[lang]}
+    varied = {facts.plain(message["content"]) for name in ("facts", "self") for example in examples(name, 1500)
               for message in example.messages if message["role"] == "user"}
     assert len(wordings) > 10_000 and len(varied) > 1000
     assert not any(question in wording for question in asked for wording in wordings | varied)
+
+
+def test_a_question_that_is_held_out_is_not_put_in_other_words(monkeypatch):
+    """Where others would make it of a question of training, alone or behind a sentence, the question stays as it is."""
+    rng = random.Random(0)
+    for held in (facts.newcomers()[0]["en"], next(iter(facts.apart().values()))["en"][0]):
+        monkeypatch.setattr(facts.asking, "widened", lambda rng, question, lang: held.upper())
+        assert facts.widened(rng, "Does it run?", "en") == "Does it run?"
+    monkeypatch.setattr(facts.asking, "widened", lambda *_: f"Hello. {facts.newcomers()[0]['en']}")
+    assert facts.widened(rng, "Does it run?", "en") == "Does it run?"
+    monkeypatch.setattr(facts.asking, "widened", lambda *_: "Will it go?")
+    assert facts.widened(rng, "Does it run?", "en") == "Will it go?"
+
+
+def test_questions_are_put_in_many_ways():
+    """Names, options and numbers stay what they are."""
+    rng, question = random.Random(1), "What is the option --ctx 4096 of qengine.py for on my card?"
+    made = {asking.widened(rng, question, "en") for _ in range(300)}
+    assert len(made) > 150 and all("--ctx 4096" in each and "qengine.py" in each for each in made)
+    korean = {asking.widened(rng, "카드가 몇 장 필요한가요?", "ko") for _ in range(300)}
+    assert len(korean) > 150 and all(any(part in each for each in korean) for part in ("그래픽카드", "궁금", "몇장"))
+
+
+def test_nothing_of_training_alone_is_in_what_is_judged(monkeypatch):
+    """Held-out examples are made without it, so that scores of two trainings are of the same examples."""
+    def refuse(*_):
+        raise AssertionError("a held-out example has what only training has")
+    for module, name in ((asking, "texts"), (facts, "further"), (tools, "_trained"), (reasoning, "_drill"),
+                         (recall, "_alike"), (pictures.shapes.Shapes, "several"), (structured, "_named_anew")):
+        monkeypatch.setattr(module, name, refuse)
+    monkeypatch.setattr(people, "MORE_ASKED", dict.fromkeys(people.MORE_ASKED, (("unheard-of",),) * 3))
+    for name, (make, length) in evaluate.sections().items():
+        for example in evaluate.held_out(name, make, min(length, 1000), 60):
+            assert "unheard-of" not in str(example.messages)
+
+
+def test_two_questions_at_once_get_both_answers():
+    answers = {lang: {fact.answer[lang] for fact in facts.load_facts().values()} for lang in words.LANGUAGES}
+    both = [example for example in examples("facts", 1500) if "answer" not in example.expect]
+    assert 30 < len(both) < 120
+    for example in both:
+        said = example.messages[-1]["content"]
+        assert any(said.startswith(answer) and said.removeprefix(f"{answer} ") in answers[example.lang]
+                   for answer in answers[example.lang])
 
 
 def test_every_question_of_a_newcomer_is_answered_by_a_fact():

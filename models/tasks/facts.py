@@ -9,6 +9,10 @@ conversations change the language between turns: the answer has that of the last
 A question may be a pattern, "(Can|Does) it run on (a Mac|macOS)?", which stands for all that it can become; behind a
 Korean word {을} is the particle that fits. What newcomers ask (models/text/newcomers.toml) is never trained on; it has
 key phrases of its own.
+
+Examples to train on have more ways to ask than the turns that stand in examples to judge by: wordings of
+models/text/wide/further.toml, what asking.py makes of any wording, and two questions at once. So whoever adds to them
+leaves all examples to judge by as they are.
 """
 
 import itertools
@@ -20,6 +24,7 @@ from functools import cache
 
 from . import lists, reasoning
 from .example import Example, chat, pick_lang
+from .wide import asking
 from .words import LANGUAGES, TEXT, Draw, Ko, Slots, is_held
 
 FOLDER = TEXT / "facts"
@@ -32,6 +37,9 @@ IN_OTHER_LANGUAGE = 0.05  # of the conversations end with an answer in the other
 ABOUT_ME = 0.4  # of what stands before a question about the project says who asks
 MIXED = 0.25  # of the conversations change the language between turns
 MOST_OF_PATTERN = 24  # questions that a pattern becomes at most
+WIDENED = 0.5  # of the questions to train on are put as somebody else might
+FURTHER = 0.3  # of those for a fact with further wordings have one of these
+TWO_AT_ONCE = 0.04  # of the conversations end with two questions in one message
 
 
 @dataclass(frozen=True)
@@ -108,6 +116,19 @@ def _wordings(task: str) -> tuple[float, ...]:
     return tuple(itertools.accumulate(len(fact.ask["en"]) ** 0.5 for fact in _of_task(task)))
 
 
+@cache
+def further() -> dict[str, dict]:
+    """More questions to train on, by the id of a fact and the language."""
+    asked = tomllib.loads((TEXT / "wide" / "further.toml").read_text("utf-8"))
+    return {id: {lang: questions[lang] for lang in LANGUAGES} for id, questions in asked.items()}
+
+
+@cache
+def apart() -> dict[str, dict]:
+    """Questions of one more hand that nothing is trained on, by the id of a fact and the language."""
+    return tomllib.loads((TEXT / "wide" / "apart.toml").read_text("utf-8"))
+
+
 def expect_of(fact: Fact, lang: str) -> dict:
     """The key phrases, the answer, and those of other facts, none of which may be nearer."""
     return {"kind": "keys", "keys": fact.keys[lang], "answer": fact.answer[lang],
@@ -153,7 +174,13 @@ def plain(question: str) -> str:
 def held_questions() -> frozenset:
     of_facts = [question for fact in load_facts().values() for lang in LANGUAGES
                 for question in (*fact.held[lang], *fact.follow_ups(lang, held=True))]
-    return frozenset(map(plain, of_facts + [asked[lang] for asked in newcomers() for lang in LANGUAGES]))
+    of_others = [question for asked in apart().values() for lang in LANGUAGES for question in asked[lang]]
+    return frozenset(map(plain, of_facts + of_others)) | _asked_by_newcomers()
+
+
+@cache
+def _asked_by_newcomers() -> frozenset:
+    return frozenset(plain(asked[lang]) for asked in newcomers() for lang in LANGUAGES)
 
 
 def keywords(question: str) -> list[str]:
@@ -202,6 +229,15 @@ def vary(rng: random.Random, question: str, fact: Fact, lang: str) -> str:
         if not any(map(is_held, set(typed.split()) - set(varied.split()))):    # or it may be a held-out invented word
             varied = typed
     return question if plain(varied) in held_questions() else varied
+
+
+def widened(rng: random.Random, question: str, lang: str) -> str:
+    """The question as somebody else might put it; never one that is held out, and no newcomer's anywhere in it."""
+    other = asking.widened(rng, question, lang)
+    bare = plain(other)
+    if bare in held_questions() or any(asked in bare for asked in _asked_by_newcomers()):
+        return question
+    return other
 
 
 def _reworded(rng: random.Random, question: str, fact: Fact, lang: str) -> str:
@@ -261,8 +297,9 @@ def _typo(rng: random.Random, text: str) -> str:
 # ------------------------------------------------------------------------------------------------------
 
 
-def turn(rng: random.Random, lang: str, task: str = "facts", after: Fact | None = None) -> tuple:
-    """One question, its answer, what it is judged by and its fact; `after` is the fact just told."""
+def turn(rng: random.Random, lang: str, task: str = "facts", after: Fact | None = None, wide: bool = False) -> tuple:
+    """One question, its answer, what it is judged by and its fact; `after` is the fact just told. wide: whether it may
+    be asked in all ways that there are to train on."""
     follow = [load_facts()[id] for id in after.next] if after else []
     follow = [fact for fact in follow if fact.follow_ups(lang, held=False)]
     if follow and rng.random() < 0.6:
@@ -274,7 +311,10 @@ def turn(rng: random.Random, lang: str, task: str = "facts", after: Fact | None 
     else:
         distress = task == "self" and rng.random() < DISTRESS_SHARE
         fact = load_facts()[DISTRESS] if distress else _any_fact(rng, task)
-        question = vary(rng, fact.question(rng, lang), fact, lang)
+        more = further()[fact.id][lang] if wide and fact.id in further() and rng.random() < FURTHER else None
+        question = vary(rng, rng.choice(more) if more else fact.question(rng, lang), fact, lang)
+    if wide and rng.random() < WIDENED and fact.id not in (NONSENSE, DISTRESS):
+        question = widened(rng, question, lang)
     return question, fact.answer[lang], expect_of(fact, lang), fact
 
 
@@ -332,11 +372,16 @@ def make(rng: random.Random, held: bool = False, length: int | None = None, lang
     for _ in range(rng.choices((0, 1, 2, 3), (11, 5, 3, 2))[0] or mixed):
         spoken = pick_lang(rng, None if mixed else lang)
         if rng.random() < 0.7:
-            question, answer, _, fact = turn(rng, spoken, task, fact)
+            question, answer, _, fact = turn(rng, spoken, task, fact, wide=True)
         else:
             (question, answer, _), fact = small_talk(draw, spoken), None
         turns += [question, answer]
-    question, answer, expect, fact = turn(rng, lang, task, fact)
+    question, answer, expect, fact = turn(rng, lang, task, fact, wide=True)
+    if task == "facts" and rng.random() < TWO_AT_ONCE:
+        more, told, _, other = turn(rng, lang, task, wide=True)
+        question, answer = f"{question} {more}", f"{answer} {told}"
+        expect = {"kind": "keys", "keys": [*fact.keys[lang], *other.keys[lang]]}
+        return chat(draw, lang, task, [*turns, question, answer], expect, system(rng, lang))
     if rng.random() < IN_OTHER_LANGUAGE:
         if rng.random() < 0.6:
             question = rng.choice(frames()[f"other_before_{lang}"]) + question

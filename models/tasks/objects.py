@@ -38,6 +38,7 @@ UNKNOWN = ("unknown", "모름")
 UNSEEN = 0.35  # of the examples do not show the schema
 OFF_TOPIC = 0.35  # of the questions without a subject are about anything; far more of these have plain answers
 PARTLY = 0.3   # of the others say some of the values in the text
+LISTS = 0.6    # of the objects to train on may get a list more
 PERSONS = 0.25  # of the examples are sentences about a person
 # What the fields of what is told of people may be called.
 OF_PERSON = {"place": ("city", "location", "lives_in", "home", "address_city"), "age": ("age", "years", "age_in_years"),
@@ -70,6 +71,8 @@ def _fields(draw: Draw) -> list[Field]:
     """One to five fields; most have one for text or for a name among them, in any place."""
     rng = draw.rng
     fields = draw_fields(draw, rng.randint(0, 3))
+    if not draw.held and rng.random() < LISTS:      # one of which nothing is known ends at once
+        fields += [field for field in draw_fields(draw, 2, nested=False) if field.schema["type"] == "array"]
     for names, share in ((ANSWERS, 0.5), (SUBJECTS, 0.6)):
         name = rng.choice(names)
         if (rng.random() < share or not fields) and name not in [field.name for field in fields]:

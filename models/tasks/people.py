@@ -2,7 +2,7 @@
 
 Somebody (the user, a relation such as "my cat", or a person by name) has some property: a name, a place, an age, a job.
 It is told alone, with other things, or beside a question about something else; one question of ten asks for what was
-not told. Names and places are held out, and of the wordings every fifth.
+not told, and in training one of five. Names and places are held out, and of the wordings every fifth.
 """
 
 import re
@@ -123,9 +123,40 @@ ME_TOLD_NAME_KO = ("저는 {v:이에요}.", "내 이름은 {v:이야}.", "제 �
                    "제 이름은 {v:이에요}", "나는 {v:이라고} 해", "이름은 {v:이에요}.", "반가워, 나는 {v:이야}.")
 ME_ASKED_NAME_KO = ("내 이름이 뭐야?", "제 이름이 뭐예요?", "내 이름 기억해?", "내가 누구야?", "제가 누구라고 했죠?", "내 이름은?", "나 누구게?")
 ME_ANSWERED_KO = {"place": "{v}에 사십니다.", "age": "{v}살이십니다.", "job": "직업은 {v}입니다.", "name": "이름은 {v}입니다."}
+# Of training alone: more ways to ask, by kind. For somebody, in English and in Korean, for the user, and in Korean for
+# his name. What is held out of them is dropped.
+MORE_ASKED = {
+    "place": (("Where does {s} live now?", "Remind me, where does {s} live?", "{S} lives where?", "Where did I say {s} lives?",
+               "Name the city of {s}.", "What city does {s} live in?", "So where is {s} at home?"),
+              ("{s:은} 어디 사는지 알려 줘.", "{s:이} 사는 도시가 어디야?", "{s:은} 어디에 사나요?", "{s:은} 사는 데가 어디죠?",
+               "{s:이} 어디 사는지 말했었죠?", "{s} 사는 곳이 어디예요?", "{s:은} 어디서 살아요?"),
+              ("Where did I say I live?", "What city am I in?", "My city is which?", "Remind me where I live.",
+               "Where do I live again?", "Name my city.")),
+    "age": (("How many years old is {s}?", "And how old is {s} now?", "Say how old {s} is.", "{S} is how old?",
+             "What did I say about the age of {s}?", "The age of {s}?"),
+            ("{s} 나이를 알려 줘.", "{s:은} 나이가 몇이에요?", "{s:이} 몇 살이죠?", "{s:은} 몇 살인가요?", "{s} 나이가 몇이야?",
+             "{s:이} 몇 살인지 알려 주세요."),
+            ("How many years old am I?", "My age?", "How old did I say I am?", "Remind me of my age.", "Say how old I am.")),
+    "job": (("What work does {s} do?", "How does {s} earn money?", "What is {s} by profession?", "Tell me {s}'s job.",
+             "Remind me what {s} does for work.", "What does {s} do?", "As what does {s} work?"),
+            ("{s:은} 하는 일이 뭐예요?", "{s} 직업을 알려 줘.", "{s:은} 무슨 직업이야?", "{s:은} 어떤 일을 하죠?", "{s:은} 무슨 일을 하나요?",
+             "{s} 직업이 뭔지 말해 줘."),
+            ("What work do I do?", "How do I earn my money?", "What did I say my job is?", "My job?", "What am I by profession?",
+             "What do I do?", "As what do I work?", "Tell me my job.")),
+    "name": (("How do we call {s}?", "Which name does {s} have?", "{S} is called what?", "Remind me, what is {s}'s name?",
+              "And what's {s} called?", "Say the name of {s}.", "What name did I give for {s}?", "Do you know what {s} is called?"),
+             ("{s:이} 누구예요?", "{s:이} 누구죠?", "{s:은} 누구야?", "{s:이} 누구였지?", "{s:이} 누군지 알아?", "{s:은} 이름이 뭐야?",
+              "{s} 이름을 알려 줘.", "{s} 이름이 뭐였죠?", "{s} 이름이 뭐라고 했지?", "{s:은} 뭐라고 불러?", "{s} 이름을 아세요?"),
+             ("What did I say my name is?", "Say my name.", "How am I called?", "My name?", "Do you recall my name?",
+              "Tell me who I am.", "You know my name?")),
+}
+MORE_ASKED_NAME_KO = ("내가 누구예요?", "내가 누구죠?", "제가 누구예요?", "내 이름을 말해 봐.", "제 이름을 아세요?", "내 이름이 뭐였지?",
+                      "내 이름이 뭐라고 했어?", "제 이름을 알려 주세요.", "나는 누구야?")
 AND = (" And ", " 그리고 ")
 ASIDE = (" By the way, ", " But tell me: ", " Now, "), (" 그런데 ", " 그건 그렇고, ", " 아무튼 ")
 IN_HASTE = 0.25  # of what the user says of himself, in small letters and without a full stop; of his names, too
+ONE_MESSAGE, ONE_MESSAGE_IN_TRAINING = 0.3, 0.45    # of what is told alone is asked for in the same message
+NOT_SAID_IN_TRAINING = 0.2   # of the questions: it is what a model makes up otherwise
 NEVER_KNOWN = ("place", "age", "job")  # what to ask for that was not told, of somebody whose name is known
 ME = "me"
 
@@ -145,9 +176,10 @@ def _side(templates: tuple, held: bool) -> tuple:
     return tuple(template for template in templates if is_held(template) == held) or templates
 
 
-def _pick(draw: Draw, templates: tuple) -> str:
-    """A wording of the draw's side, which is a content like any other."""
-    template = draw.rng.choice(_side(templates, draw.held))
+def _pick(draw: Draw, templates: tuple, more: tuple = ()) -> str:
+    """A wording of the draw's side, which is a content like any other. more: what training has beside the templates."""
+    usable = _side(templates, draw.held)
+    template = draw.rng.choice(usable if draw.held else usable + tuple(text for text in more if not is_held(text)))
     draw.keep_if(template)
     return template
 
@@ -182,13 +214,13 @@ def _tell(draw: Draw, told: Told, lang: str) -> str:
 
 
 def _ask(draw: Draw, told: Told, lang: str) -> str:
-    kind = PROPERTIES[told.kind]
-    if told.who == ME and lang == "en":
-        return _say(_pick(draw, kind.asked_me), "", "", lang)
-    if told.who == ME and told.kind == "name":
-        return _pick(draw, ME_ASKED_NAME_KO)
-    who = draw.rng.choice(("저", "나")) if told.who == ME else told.who[0]
-    return _say(_pick(draw, kind.asked[lang == "ko"]), who, "", lang)
+    kind, more, mine = PROPERTIES[told.kind], MORE_ASKED[told.kind], told.who == ME
+    if mine and lang == "en":
+        return _say(_pick(draw, kind.asked_me, more[2]), "", "", lang)
+    if mine and told.kind == "name":
+        return _pick(draw, ME_ASKED_NAME_KO, MORE_ASKED_NAME_KO)
+    who = draw.rng.choice(("저", "나")) if mine else told.who[0]
+    return _say(_pick(draw, kind.asked[lang == "ko"], more[lang == "ko"]), who, "", lang)
 
 
 def _answer(told: Told, lang: str) -> str:
@@ -247,10 +279,11 @@ def make(rng, held: bool = False, length: int | None = None, lang: str | None = 
     """length: tokens of the talk between telling and asking, at most."""
     lang, draw = pick_lang(rng, lang), Draw(rng, held)
     side, story, trained = lang == "ko", _story(draw, lang), Draw(rng, held=False)
-    unsaid = rng.random() < NOT_SAID_SHARE
+    unsaid = rng.random() < (NOT_SAID_SHARE if held else NOT_SAID_IN_TRAINING)
+    alone = ONE_MESSAGE if held else ONE_MESSAGE_IN_TRAINING
     asked = _unsaid(draw, lang, story) if unsaid else story[0]
     turns, at_once = _told_turns(draw, trained, rng.sample(story, len(story)), lang)
-    if at_once and len(story) == 1 and rng.random() < 0.3:  # told and asked for in one message
+    if at_once and len(story) == 1 and rng.random() < alone:  # told and asked for in one message
         question = f"{turns[0]} {_ask(draw, asked, lang)}"
         turns = []
     else:

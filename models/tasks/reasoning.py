@@ -47,6 +47,7 @@ SIGNS = ({"+": " + ", "-": " - ", "*": " * "}, {"+": "+", "-": "-", "*": "*"}, {
 WORDS = ({"+": " plus ", "-": " minus ", "*": " times "}, {"+": " 더하기 ", "-": " 빼기 ", "*": " 곱하기 "})
 _APPLY = {"+": int.__add__, "-": int.__sub__, "*": int.__mul__}
 TABLE = 10
+DRILLS = 0.35   # of the examples to train on are single sums of larger numbers
 
 
 def _numbers(draw: Draw, operators: str, least: int) -> list[int]:
@@ -136,7 +137,11 @@ def _plain(draw: Draw, lang: str) -> tuple:
 
 def _problem(draw: Draw, lang: str) -> tuple:
     """Question, thoughts, answer, and what it is judged by."""
-    question, steps = (_story if draw.rng.random() < 0.6 else _plain)(draw, lang)
+    return _with_answer(*(_story if draw.rng.random() < 0.6 else _plain)(draw, lang), lang)
+
+
+def _with_answer(question: str, steps: list[tuple], lang: str) -> tuple:
+    """The same of a question and its steps."""
     thoughts = "\n".join(_written_out(*step) for step in steps)
     result = steps[-1][-1]
     answer = f"The answer is {result}." if lang == "en" else f"답은 {result}입니다."
@@ -149,8 +154,23 @@ def turn(draw: Draw, lang: str) -> tuple:
     return question, answer, expect
 
 
+def _drill(draw: Draw, lang: str) -> tuple:
+    """A single sum as it comes about within longer ones, asked plainly: its first number is a result already."""
+    operator = draw.rng.choice("++--*")
+    while True:
+        most = 30 if operator == "*" else draw.rng.choice((30, 200, 200, 500))
+        left, right = draw.rng.randint(2, most), draw.rng.randint(2, TABLE if operator == "*" else 100)
+        step = (left, operator, right, _APPLY[operator](left, right))
+        if step[-1] >= 0 and _on_side(step, draw.held):
+            break
+    written = draw.rng.choice((*SIGNS, *[WORDS[lang == "ko"]] * 2))
+    question = draw.rng.choice(PLAIN[lang == "ko"]).format(sum=Ko(f"{left}{written[operator]}{right}"))
+    return _with_answer(question, [step], lang)
+
+
 def make(rng, held: bool = False, length: int | None = None, lang: str | None = None) -> Example:
     lang, draw = pick_lang(rng, lang), Draw(rng, held)
     thinking = rng.random() < 0.6
-    question, thoughts, answer, expect = _problem(draw, lang)
+    is_drill = not held and rng.random() < DRILLS
+    question, thoughts, answer, expect = (_drill if is_drill else _problem)(draw, lang)
     return chat(draw, lang, "reasoning", [question, answer], expect, thought=thoughts, thinking=thinking)

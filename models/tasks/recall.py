@@ -7,6 +7,7 @@ said. Keys, values and drawn words are held out. Between the sentences of the te
 """
 
 import math
+import string
 from dataclasses import dataclass
 
 from . import facts, lists, reasoning, structured, tools
@@ -57,6 +58,7 @@ NOTED = (("Okay, noted.", "Got it.", "I will remember that."), ("네, 기억하�
 NAME = ("name", "이름")
 NOT_SAID = ("That was not said.", "그것은 말하지 않았습니다.")
 NOT_SAID_SHARE = 0.1
+ALIKE = 0.35  # of the texts to train on have two needles that are easily mistaken for each other
 PASSAGES = 0.06  # of the pieces of a text are a question of another task and its answer: about a quarter of its tokens
 ALWAYS_MIXED = 4500  # tokens of context from which on scored texts have such passages; shorter ones are as they were
 INTRODUCED = (("Read this text.\n\n", "Here is a text:\n\n", "", "Text:\n", "Use this text to answer.\n\n"),
@@ -94,7 +96,29 @@ def _needles(draw: Draw, lang: str, n: int) -> list[Needle]:
     kinds = [_kind(draw, lang), _kind(draw, lang)]
     chosen = [kinds[0]] + [kinds[draw.rng.random() < 0.25] for _ in range(n - 1)]
     make_key = draw.rng.choice(KEYS)
-    return [Needle(kind[:2], make_key(draw, lang), kind[2](draw, lang)) for kind in chosen]
+    needles = [Needle(kind[:2], make_key(draw, lang), kind[2](draw, lang)) for kind in chosen]
+    if n > 1 and not draw.held and draw.rng.random() < ALIKE:
+        needles[1] = _alike(draw, lang, needles[0], kinds[0][2])
+    return needles
+
+
+def _alike(draw: Draw, lang: str, needle: Needle, make_value) -> Needle:
+    """What is easily taken for a needle: another thing about the same key, or the same of a key that is nearly its."""
+    if draw.rng.random() < 0.5:
+        return Needle(_other_kind(draw, lang, [needle]), needle.key, make_value(draw, lang))
+    return Needle(needle.kind, _nearly(draw, needle.key), make_value(draw, lang))
+
+
+def _nearly(draw: Draw, key: str) -> str:
+    """The key with one letter, or one Korean syllable, in place of another."""
+    first = len("the ") if key.startswith("the ") else 0
+    places = [i for i in range(first, len(key)) if key[i].islower() or "가" <= key[i] <= "힣"]
+
+    def make():
+        at = draw.rng.choice(places)
+        letters = "가나다라마바사아자차카타하고노도로모보소오조호기니리미시이지" if key[at] > "z" else string.ascii_lowercase
+        return key[:at] + draw.rng.choice(letters.replace(key[at], "")) + key[at + 1:]
+    return draw.keep(make)
 
 
 def _unsaid(draw: Draw, lang: str, needles: list[Needle]) -> Needle:

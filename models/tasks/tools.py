@@ -160,11 +160,20 @@ def _handwritten() -> tuple[dict, ...]:
     return tuple(tomllib.loads((TEXT / "tools.toml").read_text("utf-8"))["tool"])
 
 
+@cache
+def _trained() -> tuple[dict, ...]:
+    """These, and more that only training has."""
+    return (*_handwritten(), *tomllib.loads((TEXT / "wide" / "tools.toml").read_text("utf-8"))["tool"])
+
+
+def _sampled(draw: Draw, lang: str, n: int) -> list["_Named"]:
+    return [_Named(draw, tool, lang) for tool in draw.rng.sample(_handwritten() if draw.held else _trained(), n)]
+
+
 def natural(draw: Draw, lang: str) -> tuple[str, list, list]:
     """One call of a handwritten tool, others of both sorts beside it or none."""
     rng = draw.rng
-    n_tools = rng.choice((1, 2, 2, 3, 3, 4) if draw.held else (2, 2, 3, 3, 4, 4))
-    chosen = [_Named(draw, tool, lang) for tool in rng.sample(_handwritten(), n_tools)]
+    chosen = _sampled(draw, lang, rng.choice((1, 2, 2, 3, 3, 4) if draw.held else (1, 1, 2, 2, 3, 3, 4, 4)))
     n_others = rng.randint(0, 4 - len(chosen))
     return _natural(draw, chosen, _schemas(draw, _invent_several(draw, n_others)) if n_others else [])
 
@@ -185,7 +194,7 @@ class _Named:
         self.tool, self.lang, rng = tool, lang, draw.rng
         self.description = rng.choice(tool["description"] + tool.get(f"description_{lang}", []))
         self.names = {name: name for name in (tool["name"], *tool["parameters"])}
-        if rename and (rng.random() < 0.7 or is_held(tool["name"]) != draw.held):
+        if rename and (rng.random() < (RENAMED if draw.held else RENAMED_IN_TRAINING) or is_held(tool["name"]) != draw.held):
             self.names[tool["name"]] = draw.name_with(*rng.choice(([], tool["name"].split("_")[-1:])))
         for name in tool["parameters"]:
             if rename and rng.random() < 0.4:
@@ -210,6 +219,7 @@ class _Named:
             "parameters": parameters}}
 
 
+RENAMED, RENAMED_IN_TRAINING = 0.7, 0.45    # of the handwritten tools have another name than their own
 INVENTED = 0.2  # of the ordinary tools have invented names
 TWICE = 0.12    # of the requests for an ordinary tool with one parameter are for two calls
 
@@ -218,7 +228,7 @@ def of_ordinary(draw: Draw, lang: str, invented: bool | None = None) -> tuple[st
     """One call of an ordinary tool, or two as in "Weather in Rome and Oslo?"; others like it beside it."""
     rng = draw.rng
     invented = rng.random() < INVENTED if invented is None else invented
-    n_tools = rng.choice((1, 2, 3, 3, 4, 5) if draw.held else (2, 3, 3, 4, 4, 5))
+    n_tools = rng.choice((1, 2, 3, 3, 4, 5) if draw.held else (1, 1, 2, 3, 3, 4, 4, 5))
     chosen = ordinary.several(draw, lang, n_tools, invented)
     schemas = [tool.schema() for tool in rng.sample(chosen, len(chosen))]
     if rng.random() < TWICE and chosen[0].can_be_asked_twice:
@@ -319,7 +329,7 @@ def to_call_again(draw: Draw, lang: str) -> Example:
     if rng.random() < 0.5:
         chosen = ordinary.several(draw, lang, rng.randint(2, 4))
     else:
-        chosen = [_Named(draw, tool, lang) for tool in rng.sample(_handwritten(), rng.randint(2, 4))]
+        chosen = _sampled(draw, lang, rng.randint(2, 4))
     for _ in range(rng.randint(1, 3)):
         request, call = rng.choice(chosen).ask_for(draw)
         result, answer, _ = _result(draw, lang)
@@ -370,9 +380,10 @@ def _tell(fields: list[Field], told: dict, lang: str) -> str:
 
 
 FORMS = (to_call, no_call, to_tell, to_call_again)
-WEIGHTS = (55, 15, 12, 18)
+# Where one tool is offered, training needs more calls than refusals: else a single tool that it does not know is refused.
+WEIGHTS, WEIGHTS_OF_TRAINING = (55, 15, 12, 18), (64, 9, 10, 17)
 
 
 def make(rng, held: bool = False, length: int | None = None, lang: str | None = None) -> Example:
     lang, draw = pick_lang(rng, lang), Draw(rng, held)
-    return rng.choices(FORMS, WEIGHTS)[0](draw, lang)
+    return rng.choices(FORMS, WEIGHTS if held else WEIGHTS_OF_TRAINING)[0](draw, lang)

@@ -36,6 +36,8 @@ AFTER = 0.2                 # of the pictures that stand behind their question
 # How often a kind of question is asked, where it can be, when others are asked once.
 OFTEN = {"number": 5, "word": 5, "words": 4, "count": 3, "what": 2, "colour": 2, "top": 4, "value": 2, "bound": 2,
          "labels": 2, "line": 2}
+# And in training, which has kinds of its own (models/text/wide/pictures.toml) and more of what is learnt last.
+OFTEN_IN_TRAINING = OFTEN | {"top": 5, "value": 4, "line": 4, "tinted": 2, "colours_of": 3}
 N_QUESTIONS = (1, 1, 2, 4, 6, 8, 10)
 
 
@@ -73,13 +75,13 @@ def questions(scene, rng: random.Random, lang: str) -> list[Question]:
     return found
 
 
-def choose(found: list[Question], rng: random.Random, n: int) -> list[Question]:
+def choose(found: list[Question], rng: random.Random, n: int, often: dict = OFTEN) -> list[Question]:
     """n different questions at most; half of the time those of a kind together."""
     kinds, chosen = {}, []
     for question in found:
         kinds.setdefault(question.kind, []).append(question)
     while kinds and len(chosen) < n:
-        kind, = rng.choices(list(kinds), [OFTEN.get(kind, 1) for kind in kinds])
+        kind, = rng.choices(list(kinds), [often.get(kind, 1) for kind in kinds])
         question = rng.choice(kinds[kind])
         chosen.append(question)
         kinds[kind] = [other for other in kinds[kind] if other != question]
@@ -147,7 +149,10 @@ def make(rng, held: bool = False, length: int | None = None, lang: str | None = 
         talk.turns += facts.small_talk(Draw(rng, held=False), lang)[:2]
     for _ in range(2 if rng.random() < TWO_PICTURES else 1):
         scene = draw_scene(draw)
-        talk.show(scene, choose(questions(scene, rng, lang), rng, rng.choice(N_QUESTIONS)))
+        found = questions(scene, rng, lang)
+        if not held and isinstance(scene, shapes.Shapes):
+            found += scene.several(lang)
+        talk.show(scene, choose(found, rng, rng.choice(N_QUESTIONS), OFTEN if held else OFTEN_IN_TRAINING))
     return talk.example()
 
 

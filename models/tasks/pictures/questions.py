@@ -14,7 +14,9 @@ from ..words import TEXT, Ko, with_an
 
 @cache
 def texts() -> dict:
-    return tomllib.loads((TEXT / "pictures.toml").read_text("utf-8"))
+    """With the kinds of question that training alone has."""
+    files = (TEXT / "pictures.toml", TEXT / "wide" / "pictures.toml")
+    return {name: table for file in files for name, table in tomllib.loads(file.read_text("utf-8")).items()}
 
 
 ABSENT = 0.3                # of the pictures that are asked for something that is not there

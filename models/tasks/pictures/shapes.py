@@ -176,6 +176,31 @@ class Shapes:
                 found.append(words.named("which", "shapes", thing.shape, shape=shape, colour=colour))
         return found
 
+    def several(self, lang: str) -> list[Question]:
+        """The colours of all things of a shape, where there are several, and the shapes of all of a colour."""
+        words, found = Words(lang), []
+        for shape in dict.fromkeys(thing.shape for thing in self.things):
+            things = self._named(None, shape)
+            if len(things) > 1:
+                colours = list(dict.fromkeys(thing.colour for thing in things))
+                found.append(self._all_of(words, "colours_of", "colours", colours, words.thing(None, shape),
+                                          words.thing(None, shape, plural=True)))
+        for colour in dict.fromkeys(thing.colour for thing in self.things):
+            things = self._named(colour, None)
+            if len(things) > 1:
+                chosen = list(dict.fromkeys(thing.shape for thing in things))
+                found.append(self._all_of(words, "shapes_of", "shapes", chosen, words.one("colours", colour),
+                                          words.thing(colour, None, plural=True)))
+        return found
+
+    def _all_of(self, words: Words, kind: str, table: str, names: list[str], thing: str, things: str) -> Question:
+        said = [words.one(table, name) for name in names]
+        if table == "shapes" and words.lang == "en":
+            said = [words.thing(None, name, plural=True) for name in names]
+        right = tuple(words.all(table, name) + [text] for name, text in zip(names, said))
+        return Question(kind, {"thing": thing, "things": things, "list": words.listing(said)}, right,
+                        tuple(words.others(table, *names)))
+
     def _counts(self, words: Words, rng: random.Random) -> list[Question]:
         """How many there are of each kind, seldom of what there is only one of or none."""
         names = {(None, None), *((None, t.shape) for t in self.things), *((t.colour, None) for t in self.things),

@@ -123,16 +123,18 @@ class Writing:
 
 
 def word(draw: Draw, shortest: int = SHORTEST, longest: int = LONGEST) -> str:
-    """A real word, an invented one or some letters, whose case can be seen."""
-    source = draw.rng.random()
-    if source < 0.45:
+    """A real word, an invented one or some letters, whose case can be seen. Training has more letters: who knows words
+    guesses what he cannot read."""
+    source, longest_letters = draw.rng.random(), min(longest, 5) if draw.held else longest
+    real, invented = (0.45, 0.8) if draw.held else (0.25, 0.5)
+    if source < real:
         text = draw.keep(lambda: draw.rng.choice(_real(shortest, longest, draw.held)))
-    elif source < 0.8 and longest >= 4:
+    elif source < invented and longest >= 4:
         while not shortest <= len(text := draw.word("en")) <= longest:
             draw.contents.remove(text)
     else:
         text = draw.keep(lambda: "".join(draw.rng.choices("abcdefghijklmnopqrstuvwxyz", k=draw.rng.randint(
-            shortest, min(longest, 5)))))
+            shortest, longest_letters))))
     case = draw.rng.choice(CASES)
     return text.upper() if set(text) <= SAME_IN_BOTH_CASES | {"i", "l"} else case(text)
 
