@@ -463,12 +463,6 @@ class Network(nn.Module):
         draft = self.draft_hidden(ids, position, mask, hidden, seen)
         return self.losses(hidden, targets), self.losses(draft, targets)
 
-    def compile_blocks(self):
-        """Compile each kind of block once (the whole network at once would take minutes) and the loss."""
-        for block in self.blk:
-            block.compile(dynamic=False)
-        self.head_loss = torch.compile(_head_loss, dynamic=False)
-
 
 def rotary_positions(position: Tensor, seen: Seen | None) -> Tensor:
     """[B, 3, T]: without pictures the position [B, T] on all axes."""

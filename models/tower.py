@@ -126,7 +126,3 @@ class Tower(nn.Module):
             x = block(x, grid, mask)
         merged = self.v.post_ln(x).unflatten(1, (-1, MERGED)).flatten(2)
         return self.mm["2"](F.gelu(self.mm["0"](merged)))
-
-    def compile_blocks(self):
-        for block in self.v.blk:
-            block.compile(dynamic=False)

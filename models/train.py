@@ -31,7 +31,7 @@ import numpy as np
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from models import data, tasks  # noqa: E402
+from models import compiled, data, tasks  # noqa: E402
 from models.checkpoint import Checkpoint, load_checkpoint, save_checkpoint  # noqa: E402
 from models.evaluate import show_scores, torch_scores  # noqa: E402
 from models.export import PROJECTOR, read_gguf, read_tokenizer, read_tower  # noqa: E402
@@ -504,11 +504,17 @@ def main():
     if checkpoint.tower is None:
         parser.error(f"{options.resume} has no tower, which is trained together with the network")
     if device == "cuda":
-        checkpoint.network.compile_blocks()
-        checkpoint.tower.compile_blocks()
+        if options.resume:
+            compiled.find(options.resume)
+        compiled.compile_blocks(checkpoint)
+
+    def save(each):
+        save_checkpoint(options.out, each)
+        if device == "cuda":
+            compiled.keep(options.out)
     train(checkpoint, options.steps, options.minutes, phases=phases, rate=options.rate, workers=workers, device=device,
           log=lambda line: print(line, flush=True), part=options.part,
-          save=lambda each: save_checkpoint(options.out, each))
+          save=save)
     draw_history(checkpoint.history, Path(options.out) / "loss.png")
     if options.scores:
         scores = torch_scores(checkpoint.network, checkpoint.tokenizer, options.scores, tower=checkpoint.tower)

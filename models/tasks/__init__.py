@@ -43,9 +43,10 @@ TASKS = {
 }
 
 
-# To judge with only: held-out questions in the midst of a conversation, or after another language; what newcomers ask,
+# To judge with only: held-out questions in the midst of a conversation, or after another language, or in the words of
+# one more hand, by which trainings are chosen; what newcomers ask,
 LATER = {"facts, later": facts.make_later, "facts, other language": facts.make_switched,
-         "newcomers": facts.make_newcomer}
+         "facts, one more hand": facts.make_apart, "newcomers": facts.make_newcomer}
 # and tools and fields in ordinary words that no training example has; tools of ordinary names, of which the words are
 # trained, and the same requests with invented names.
 NEW_WORDS = {"tools, new words": tools.make_new_words, "json, new fields": structured.make_new_fields,

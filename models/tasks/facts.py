@@ -440,6 +440,12 @@ def make_newcomer(rng, held: bool = True, length: int | None = None, lang: str |
     return chat(Draw(rng, held=True), lang, "facts", [asked[lang], answer], {"kind": "keys", "keys": keys})
 
 
+def make_apart(rng, held: bool = True, length: int | None = None, lang: str | None = None) -> Example:
+    """To choose a training by: a question of one more hand, as the first of a conversation."""
+    lang, id = pick_lang(rng, lang), rng.choice(list(apart()))
+    return held_example(load_facts()[id], rng.choice(apart()[id][lang]), lang)
+
+
 @cache
 def _followed(lang: str) -> tuple:
     """(fact, fact that is asked for after it) where a way to ask for it is held out."""
