@@ -4,7 +4,7 @@ Three kinds of blocks and the head's loss are compiled, each once: all blocks of
 phase, and share what was compiled. Everything else is few calls. A block's kernels are the first ones that the
 compiler thinks of: to time several of each takes longer than a short run gains by it.
 
-What a part of a run has compiled lies beside its checkpoint, and the next part begins with it.
+What a first part of a run has compiled lies in its checkpoint's folder, and the next part begins with it.
 """
 
 from pathlib import Path

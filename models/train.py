@@ -1,9 +1,9 @@
 """Train qengine-10m: tokenizer, data, network, tower, checkpoint, loss curve.
 
-    python models/train.py --start FILE.gguf --tower MMPROJ.gguf --minutes 11              # on from files, on an H200
+    python models/train.py --start FILE.gguf --tower MMPROJ.gguf --minutes 9               # on from files, on an H200
     python models/train.py --minutes 50 --rate 3e-3                                        # or from scratch
-    python models/train.py --start FILE.gguf --tower MMPROJ.gguf --minutes 11 --part 8     # or the first 8 minutes,
-    python models/train.py --minutes 11 --resume checkpoint --out checkpoint-2             # and the others
+    python models/train.py --start FILE.gguf --tower MMPROJ.gguf --minutes 11 --part 8     # or 8 minutes of 11, and
+    python models/train.py --minutes 11 --resume checkpoint --out checkpoint-2             # the others
     python models/train.py --steps 2 --trial                                               # does it work, on a CPU?
 
 Training text and pictures are made on the fly by models/tasks. At first the tower alone has lessons (lessons.py): it
@@ -44,7 +44,7 @@ TEXT_WEIGHT = 0.1            # of a token outside the answers, in the loss
 MTP_WEIGHT = 0.3             # of the MTP block's loss
 LESSON_WEIGHT = 0.5          # of the lessons' loss beside that of conversations
 ROW_LENGTH = 2.0             # root mean square of a tower's row, by that of an embedding: a row says more than a token
-RATE = 8e-4                  # of conversations, at most; from scratch 3e-3
+RATE = 7e-4                  # of conversations, at most; from scratch 3e-3
 WARM_UP_STEPS = 50
 COOLDOWN = 0.65              # share of a phase in which the learning rate falls
 REPORT_STEPS = 20            # between two points of the loss history; five times as many in lessons
@@ -70,7 +70,7 @@ class Phase:
 
 # Lessons first, which a tower needs before conversations tell it anything; their head is a new one.
 LESSONS, TALKS = data.Layout(0, 128, 12), data.Layout(2, 20_480, 12)
-PHASES = (Phase(0.0, LESSONS, 1, None, 2.5e-3, 0.2), Phase(0.35, TALKS, 2, ((0, 16_800),)))
+PHASES = (Phase(0.0, LESSONS, 1, None, 2.5e-3, 0.2), Phase(0.32, TALKS, 2, ((0, 16_800),)))
 TRIAL = (Phase(0.0, data.Layout(0, 128, 1), 1, None, 3e-3),
          Phase(0.5, data.Layout(2, 512, 1), 1, ((0, 300),)))     # of --trial
 TRIAL_TEXTS = 1000
@@ -510,7 +510,7 @@ def main():
 
     def save(each):
         save_checkpoint(options.out, each)
-        if device == "cuda":
+        if device == "cuda" and options.part < math.inf:
             compiled.keep(options.out)
     train(checkpoint, options.steps, options.minutes, phases=phases, rate=options.rate, workers=workers, device=device,
           log=lambda line: print(line, flush=True), part=options.part,

@@ -206,6 +206,15 @@ def test_handwritten_tools_are_told_by_descriptions():
         assert least < sum(called) / len(called) < most
 
 
+def test_a_single_tool_is_for_calling():
+    """Where training offers one tool, it is far more often called than refused: a model that does not know its words
+    would refuse it."""
+    asked = [example for example in examples("tools", 2000) if len(example.tools) == 1]
+    refused = sum(example.messages[-1]["content"] in tools.NO_TOOL.values() for example in asked)
+    called = sum("tool_calls" in example.messages[-1] for example in asked)
+    assert len(asked) > 200 and called > 5 * refused > 0
+
+
 def test_what_is_only_judged_by_is_answerable():
     for make in (tasks.LATER | tasks.NEW_WORDS | tasks.ENFORCED).values():
         rng = random.Random(8)
