@@ -44,8 +44,8 @@ class Lessons(nn.Module):
 
 
 def _label_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    """Mean cross entropy of logits [n, sum of SIZES] over all facts and blocks. Facts of one size are one tensor: a loss
-    for each fact would be more than two hundred small kernels to compile."""
+    """Mean cross entropy of logits [n, sum of SIZES] over all facts and blocks. Facts of one size are one tensor: with
+    a loss for each fact, there would be some hundred kernels to launch, or to compile."""
     parts, columns, total, weight = logits.float().split(SIZES, 1), labels.unbind(1), 0, 0
     for same in _OF_ONE_SIZE:
         some, right = (torch.stack([each[i] for i in same], 1).flatten(0, 1) for each in (parts, columns))

@@ -28,8 +28,8 @@ NOTEBOOKS = ("00_tour", "02_roofline", "03_gemv", "04_gemm", "05_attention", "06
 TESTS = ("test_shipped_model", "test_readme", "test_figures", "test_api_shipped", "test_control_tokens",
          "test_draft_block", "test_kv_models", "test_models_network", "test_models_tower", "test_house")
 LEFT = """Left to do by hand:
-  models/README.md            scores with their errors and goals (evaluate.py --json before and after), how it was trained,
-                              known failures: talk to it
+  models/README.md            scores with their errors and goals (evaluate.py --json before and after), how it was
+                              trained, known failures: talk to it
   benchmarks/results.md       losses over the minutes, what was gained and lost, what to train next
   tests/test_shipped_model.py NOT_WORKED_OUT and the answers about pictures, if these tests fail
   README.md                   read the transcript: an answer that became bad is an answer to mend

@@ -25,6 +25,7 @@ from models.tasks.pictures.questions import UNSEEN, Words, texts
 from models.tasks.words import LANGUAGES, Draw
 
 KINDS = [kind for kind, table in texts().items() if "en" in table and "ask" in table["en"]]
+IN_TRAINING_ALONE = ("colours_of", "shapes_of")      # kinds that are never judged, so that no wording is held out
 MAKERS = [make for _, make in pictures.SCENES]
 
 
@@ -53,8 +54,10 @@ def look(height: int = 256, width: int = 256, dark: bool = False, seed: int = 0)
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_of_question_has_many_wordings(kind, lang):
     table = texts()[kind][lang]
-    assert len(set(table["ask"])) == len(table["ask"]) >= 12 and len(set(table["held"])) == len(table["held"]) >= 3
-    assert not {wording.lower() for wording in table["held"]} & {wording.lower() for wording in table["ask"]}
+    held = table.get("held", ())
+    assert len(set(table["ask"])) == len(table["ask"]) >= 12 and len(set(held)) == len(held)
+    assert len(held) >= 3 or kind in IN_TRAINING_ALONE
+    assert not {wording.lower() for wording in held} & {wording.lower() for wording in table["ask"]}
     assert {"short", "sentence"} <= set(table)
 
 
@@ -65,7 +68,10 @@ def asked(held_words: bool) -> dict:
     for number in range(len(MAKERS)):
         for scene in scenes(number):
             for lang in LANGUAGES:
-                for question in pictures.questions(scene, rng, lang):
+                found_here = pictures.questions(scene, rng, lang)
+                if isinstance(scene, shapes.Shapes) and not held_words:
+                    found_here += scene.several(lang)
+                for question in found_here:
                     texts = found.setdefault((question.kind, lang), [])
                     texts += [(question, question.ask(rng, lang, held_words)) for _ in range(4)]
     return found
@@ -79,7 +85,8 @@ def test_every_kind_of_question_is_asked_in_both_languages():
 def test_every_wording_can_be_filled(kind, lang):
     table = texts()[kind][lang]
     for question, _ in asked(False)[kind, lang][:40]:
-        for wording in [*table["ask"], *table["held"], *table.get("then", ()), table["short"], table["sentence"]]:
+        more = *table.get("held", ()), *table.get("then", ())
+        for wording in [*table["ask"], *more, table["short"], table["sentence"]]:
             slots = {name for _, name, _, _ in string.Formatter().parse(wording) if name}
             assert question.answer or slots <= set(question.slots), wording
             if slots <= set(question.slots):

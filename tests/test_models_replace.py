@@ -77,8 +77,8 @@ def test_answers_that_are_not_whole_change_nothing(house, monkeypatch):
 
 
 def test_it_names_what_there_is():
-    """All notebooks but the one without a model, tests that exist, and the transcript of README.md, which stays as it is
-    where the answers do."""
+    """All notebooks but the one without a model, tests that exist, and the transcript of README.md, which stays as it
+    is where the answers do."""
     assert {path.stem for path in NOTEBOOKS} - set(replace.NOTEBOOKS) == {"01_probe"}
     assert all((replace.ROOT / "tests" / f"{name}.py").exists() for name in replace.TESTS)
     now = BLOCKS["transcript"]

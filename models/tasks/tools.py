@@ -194,7 +194,8 @@ class _Named:
         self.tool, self.lang, rng = tool, lang, draw.rng
         self.description = rng.choice(tool["description"] + tool.get(f"description_{lang}", []))
         self.names = {name: name for name in (tool["name"], *tool["parameters"])}
-        if rename and (rng.random() < (RENAMED if draw.held else RENAMED_IN_TRAINING) or is_held(tool["name"]) != draw.held):
+        renamed = RENAMED if draw.held else RENAMED_IN_TRAINING
+        if rename and (rng.random() < renamed or is_held(tool["name"]) != draw.held):
             self.names[tool["name"]] = draw.name_with(*rng.choice(([], tool["name"].split("_")[-1:])))
         for name in tool["parameters"]:
             if rename and rng.random() < 0.4:
@@ -382,7 +383,7 @@ def _tell(fields: list[Field], told: dict, lang: str) -> str:
 
 
 FORMS = (to_call, no_call, to_tell, to_call_again)
-# Where one tool is offered, training needs more calls than refusals: else a single tool that it does not know is refused.
+# Where one tool is offered, training needs more calls than refusals: else a tool that it does not know is refused.
 WEIGHTS, WEIGHTS_OF_TRAINING = (55, 15, 12, 18), (62, 12, 10, 16)
 
 

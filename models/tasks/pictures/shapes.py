@@ -9,7 +9,7 @@ from functools import cache
 import numpy as np
 
 from .canvas import Area, Canvas, Look, colours_on, draw_look, tint
-from .questions import ABSENT, EQUAL, NOTHING, Question, Words, side_by_side
+from .questions import ABSENT, EQUAL, NOTHING, Question, Words, side_by_side, texts
 
 HOLLOW = 0.12               # share of the pictures whose shapes are only outlines
 MOST = 9                    # shapes to count
@@ -177,29 +177,31 @@ class Shapes:
         return found
 
     def several(self, lang: str) -> list[Question]:
-        """The colours of all things of a shape, where there are several, and the shapes of all of a colour."""
+        """The colours of all things of a shape, where there are several, and the shapes of all of a colour; in the
+        order of the table of their names."""
         words, found = Words(lang), []
         for shape in dict.fromkeys(thing.shape for thing in self.things):
             things = self._named(None, shape)
             if len(things) > 1:
-                colours = list(dict.fromkeys(thing.colour for thing in things))
+                colours = {thing.colour for thing in things}
                 found.append(self._all_of(words, "colours_of", "colours", colours, words.thing(None, shape),
                                           words.thing(None, shape, plural=True)))
         for colour in dict.fromkeys(thing.colour for thing in self.things):
             things = self._named(colour, None)
             if len(things) > 1:
-                chosen = list(dict.fromkeys(thing.shape for thing in things))
+                chosen = {thing.shape for thing in things}
                 found.append(self._all_of(words, "shapes_of", "shapes", chosen, words.one("colours", colour),
                                           words.thing(colour, None, plural=True)))
         return found
 
-    def _all_of(self, words: Words, kind: str, table: str, names: list[str], thing: str, things: str) -> Question:
-        said = [words.one(table, name) for name in names]
-        if table == "shapes" and words.lang == "en":
-            said = [words.thing(None, name, plural=True) for name in names]
-        right = tuple(words.all(table, name) + [text] for name, text in zip(names, said))
-        return Question(kind, {"thing": thing, "things": things, "list": words.listing(said)}, right,
-                        tuple(words.others(table, *names)))
+    def _all_of(self, words: Words, kind: str, table: str, names: set[str], thing: str, things: str) -> Question:
+        names = sorted(names, key=list(texts()[table]).index)
+        def say(name):
+            return words.thing(None, name, plural=True) if table == "shapes" else words.one(table, name)
+        right = tuple([*words.all(table, name), say(name)] for name in names)
+        wrong = (*words.others(table, *names), *(say(name) for name in texts()[table] if name not in names))
+        slots = {"thing": thing, "things": things, "list": words.listing([*map(say, names)])}
+        return Question(kind, slots, right, wrong)
 
     def _counts(self, words: Words, rng: random.Random) -> list[Question]:
         """How many there are of each kind, seldom of what there is only one of or none."""

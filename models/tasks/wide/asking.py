@@ -2,7 +2,8 @@
 
 A question gets other words of the same meaning, another Korean ending, slips of the fingers, and sentences around it
 that have nothing to do with it, of any words that the generators know: so the model learns which words an answer
-hangs on, and passes over the others. The texts are in models/text/wide/asking.toml. Examples to judge by never come here.
+hangs on, and passes over the others. The texts are in models/text/wide/asking.toml. Examples to judge by never come
+here.
 """
 
 import random
