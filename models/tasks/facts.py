@@ -264,6 +264,11 @@ def contracted(text: str) -> str:
     return text
 
 
+def typed(draw: Draw, request: str) -> str:
+    """A request as it is typed: in training with contractions now and then."""
+    return contracted(request) if not draw.held and draw.rng.random() < 0.3 else request
+
+
 def _without_name(question: str) -> str:
     """The question without the name of qengine, as one asks who thinks it goes without saying."""
     question = re.sub(r" (?:in|of|with|by|for) qengine\b|\bqengine(?:[은는이가을를의]|에서는?|에) ", "", question)

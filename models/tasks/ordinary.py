@@ -10,7 +10,7 @@ import tomllib
 from dataclasses import dataclass
 from functools import cache
 
-from .facts import expanded
+from .facts import expanded, typed
 from .fields import camel_case, draw_kind, type_of
 from .words import TEXT, Draw, Ko, apart_names, is_held, spelled, with_an
 
@@ -91,7 +91,8 @@ class Ordinary:
         for names, kind in self.action.parameters:
             values[names[0]] = draw_kind(draw, kind, self.lang)
         thing = rng.choice(self.thing.words[self.lang])
-        request = self._filled(rng.choice(self.action.asked[self.lang]), values | {"t": thing}, self.lang)
+        asked = typed(draw, rng.choice(self.action.asked[self.lang]))
+        request = self._filled(asked, values | {"t": thing}, self.lang)
         return request, {"name": self.name, "arguments": {self.names[name]: value for name, value in values.items()}}
 
     @property

@@ -204,7 +204,8 @@ class _Named:
     def ask_for(self, draw: Draw) -> tuple[str, dict]:
         """A request for one call, and the call."""
         values = {name: draw_kind(draw, kind, self.lang) for name, kind in self.tool["parameters"].items()}
-        request = draw.rng.choice(self.tool[self.lang]).format_map({name: Ko(value) for name, value in values.items()})
+        request = facts.typed(draw, draw.rng.choice(self.tool[self.lang]))
+        request = request.format_map({name: Ko(value) for name, value in values.items()})
         arguments = {self.names[name]: value for name, value in values.items()}
         return request, {"name": self.names[self.tool["name"]], "arguments": arguments}
 
