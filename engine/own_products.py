@@ -1,6 +1,7 @@
 """A reader's own products of Q8_0 matrices in place of the engine's: whether they are right, or by how much they are
 wrong, and what they do to the text and to the speed. See `Engine.use`."""
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from inspect import signature
 
@@ -11,7 +12,7 @@ from engine.display import html_table
 from engine.request import Request
 from engine.talk import prompt_of
 from kernels import q8_gemm
-from kernels.card import Card
+from kernels.card import Card, LaunchError
 
 QUESTION = "What is dp4a?"          # whose answer is compared, unless the reader has another one
 ANSWER_TOKENS, PROMPT_TOKENS = 48, 256      # of that answer at most, and of the prompts that are timed
@@ -43,13 +44,15 @@ def check_arguments(product):
 
 
 def compared(card: Card, product, n: int, k: int, rows: int, add: bool) -> tuple[str, tuple]:
-    """What `q8_gemm.compare` gives, behind the shapes in words. ValueError if y has other numbers than results, or the
-    product wrote elsewhere, or is no function of ARGUMENTS."""
+    """What `q8_gemm.compare` gives, behind the shapes in words. On an emulated card every access is checked before it
+    happens, since a wild one would end this Python. ValueError if the product wrote elsewhere, or its kernel would
+    access what it must not, or it is no function of ARGUMENTS."""
     check_arguments(product)
     where = f"a matrix of {n} x {k}, {rows} row{'s' * (rows > 1)} of x{', added to y' * add}"
     try:
-        got, want, bound = q8_gemm.compare(card, n, k, rows, add, product)
-    except AssertionError as error:
+        with card.checking() if card.kind == "emulated" else nullcontext():
+            got, want, bound = q8_gemm.compare(card, n, k, rows, add, product)
+    except (AssertionError, LaunchError) as error:
         raise ValueError(f"{product.__name__}, {where}: {error}") from error
     return where, (got, want, bound)
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from llguidance import LLMatcher
-from numba import cuda
+from numba import cuda, float32, uint32
 
 import qengine
 from api.grammar import at_least
@@ -638,6 +638,29 @@ def test_approximate_products_are_measured(card):
 def writes_too_much(card, y, stride, w, x, columns, add):
     q8_gemv.gemv_q8_q8(card, y, stride, w, x, columns, add)
     card.fill(y.reshape(-1)[w.n:w.n + 1], 0)
+
+
+@cuda.jit
+def store_far(y, n):
+    i = uint32(cuda.grid(1))
+    if i < n:
+        y[uint32(i + uint32(3 << 30))] = float32(1)             # 12 GB away
+
+
+def writes_far(card, y, stride, w, x, columns, add):
+    card.launch(store_far, 1, 64, y.reshape(-1), w.n)
+
+
+def test_products_that_write_far_away_are_refused():
+    """With the kernel, the line and the thread. On an emulated card such a store would end this Python."""
+    with contextlib.closing(load_tiny(EmulatedCard(), slots=1)) as engine:
+        before = alone(engine, request())
+        for name, approximate in itertools.product(("gemv", "gemm"), (False, True)):
+            with pytest.raises(ValueError, match=r"^writes_far, a matrix of .* x: store_far \(.*, line \d+\), "
+                                                 r"block \(0, 0, 0\), thread .*: writes 4 bytes at"):
+                engine.use(**{name: writes_far}, approximate=approximate)
+        assert alone(engine, request()) == before
+        assert_idle(engine, n_slots=1)
 
 
 def forgets_drafts(card, y, stride, w, x, columns, add):

@@ -21,7 +21,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import cache, partial
 from itertools import count, groupby
 from pathlib import Path
@@ -285,16 +285,18 @@ class EmulatedCard(Card):
     def checking(self):
         """Checks the launches inside as a checked card does, except that arrays may lie side by side in memory.
 
-        The first error is raised as LaunchError at the end. The wrong access is not made, so the card goes on working.
+        The first error is raised as LaunchError, at the end at the latest. The wrong access is not made, so the card
+        goes on working.
         """
         self.synchronize()
         self._checking = True
         try:
             yield
-            with suppress(LaunchError):
-                self.synchronize()
-            if self.error is not None:
-                raise LaunchError(str(self.error)) from self.error
+            self.synchronize()
+        except LaunchError:
+            if self.error is None:
+                raise
+            raise LaunchError(str(self.error)) from self.error
         finally:
             self._checking = self.checked
             self.error = None
