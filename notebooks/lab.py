@@ -42,7 +42,7 @@ from numba.cuda.cudadrv.error import CudaSupportError
 import qengine
 from benchmarks import figures
 from kernels.bench import seconds_per_call
-from kernels.card import LaunchError
+from kernels.card import Array, LaunchError
 from kernels.compile import CompileError
 from kernels.configured import Configured
 from kernels.emulated.estimate import PIPES, SECTOR
@@ -66,9 +66,11 @@ def checked(card, launch):
     LaunchError, which names line and thread, before a wrong access happens."""
     card.synchronize()
     before = {start: ctypes.string_at(start, n_bytes) for start, (n_bytes, _) in card.allocations.items()}
+    _watched.clear()
     try:
         with card.checking():
             launch()
+        _known.update(_watched)
     finally:
         for start in before.keys() & card.allocations.keys():
             ctypes.memmove(start, before[start], len(before[start]))
@@ -80,8 +82,9 @@ def run(card, launch):
         launch()
 
 
-_is_free = False            # inside `microseconds`, which has checked
-_known = set()              # (kernel, blocks, threads and shapes of arrays) that were found right
+_is_timed = False           # inside `microseconds`, which has checked
+_known = set()              # (kernel, blocks, threads, shapes of arrays and numbers) of launches that were found right
+_watched = set()            # and of those that are being checked
 
 
 @contextlib.contextmanager
@@ -89,9 +92,16 @@ def _careful(configured, card, args):
     """What kernel[blocks, threads](...) of a cell runs in: on an emulated card it is checked, unless it is counted,
     recorded or timed. A check takes time and is done at once, so cells that take times and cards that do all as late as
     they may check nothing twice."""
-    what = configured.kernel, repr((configured.grid, configured.block, [getattr(arg, "shape", ()) for arg in args]))
-    is_known = (card.late or _since is not None) and what in _known
-    if card.kind != "emulated" or _is_free or card.defers or card.is_watched or is_known:
+    sizes = [(arg.shape, arg.dtype) if isinstance(arg, Array) else arg for arg in args]
+    what = configured.kernel, repr((configured.grid, configured.block, sizes))
+    if card.kind != "emulated" or card.is_watched or (card.late or _since is not None) and what in _known:
+        _watched.add(what)
+        yield
+        return
+    if _is_timed:
+        raise LaunchError(f"{configured.kernel.__name__}: its launches differ. What is timed was checked once, and so "
+                          "it is launched with the same blocks, threads, shapes and numbers each time")
+    if card.defers:
         yield
         return
     with card.checking():
@@ -122,15 +132,15 @@ def count(card, launch, model):
 def microseconds(card, launch):
     """What one call of launch() takes on a card, without Python: see kernels/bench.py. On an emulated card all accesses
     are checked before, and it is said below the cell what its times are."""
-    global _is_free
+    global _is_timed
     timed(card)
     if card.kind == "emulated":
         checked(card, launch)
-    _is_free = True
+    _is_timed = True
     try:
         return 1e6 * seconds_per_call(card, launch)
     finally:
-        _is_free = False
+        _is_timed = False
 
 
 def tokens_per_second(engine, prompt, n=64):

@@ -500,6 +500,7 @@ WRONG_KERNELS = {
                "a float32 is wanted, not a float64"),
     "bare": ("05_attention", "cell-5", "attend_float[1, 32](out", "attend_float[1, 64](out", "attend_float (line 5), "
              "block (0, 0, 0), thread (32, 0, 0)", "reads 16 bytes at"),
+    "across": ("08_across_cards", "cell-9", "](y, sums, t)", "](y, sums, t << 24)", "checksum (line 1", "bytes at"),
     "share": ("05_attention", "cell-9", " * float32(0.25) ", " ", "AssertionError: version 2: ",
               " of 256 results are wrong"),
     "number": ("04_gemm", "cell-7", "(n // 32, rows // 8), (32, 8)", "(n // 32, rows // 8), (32, 4)",
@@ -547,13 +548,20 @@ y, z = card.zeros(64, np.float32, "y"), late.zeros(64, np.float32, "z")
 far[1, 64](y, 1)                # 1: right
 far[1, 64](z, 1)
 far[1, 64](z, 1)
+lab.microseconds(card, lambda: far[1, 64](y, 1))
 assert late.default_stream.pushed > late.default_stream.done, "a launch that is known is done late"
 far[2, 64](late.zeros(128, np.float32), 1)"""
+TIMED_DIFFERENTLY = """distances = iter([1, 1 << 22])
+lab.microseconds(card, lambda: far[1, 64](y, next(distances)))"""
 BARE_LAUNCHES = {
     "blocks": ("far[16, 64](y, 1)", "far (line 9), block (", "writes 4 bytes at"),
     "number": ("far[1, 64](y, 4096)", "far (line 9), block (0, 0, 0), thread (", "writes 4 bytes at"),
     "barrier": ("racing[1, 64](y)", "racing (line 15)", "a race with thread"),
     "late": ("far[16, 64](z, 1)", "far (line 9), block (", "writes 4 bytes at"),
+    "number, late": ("far[1, 64](z, 1 << 22)", "far (line 9), block (", "writes 4 bytes at"),
+    "number, timed": ("lab.timed()\nfar[1, 64](y, 1)\nfar[1, 64](y, np.uint32(1 << 22))", "far (line 9), block (",
+                      "writes 4 bytes at"),
+    "numbers, timed": (TIMED_DIFFERENTLY, "LaunchError: far: its launches differ", "the same blocks, threads, shapes"),
 }
 
 
