@@ -26,7 +26,7 @@ engine/pooling.py where its model makes embeddings or scores.
     access.py      API keys, and pages of other origins
     log.py         a line for each request
     chat.py        a conversation, whatever its protocol: prompt, grammar, and how to read the answer
-    reply.py       an answer's tokens, as they come, cut into thoughts, text and tool calls
+    streams.py     what the streams of all protocols have in common
     pictures.py    pictures of requests: from base64 and URLs to what the engine's eyes read
     fetch.py       pictures of the web, fetched from public addresses
     thinking.py    how long a model may think, as requests say it

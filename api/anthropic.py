@@ -9,6 +9,7 @@ a request that uses a beta shows it in its fields.
 import json
 import uuid
 
+from engine.reply import CallArguments, CallStart, Content, Message, Thought
 from engine.request import Delta, Request, RequestError
 from engine.template import has_picture
 
@@ -20,8 +21,8 @@ from .fields import ANYTHING, BOOL, SAMPLED, SECONDS, TEXT, either, list_of, num
 from .grammar import Shape
 from .pictures import Sent, content_of
 from .openai import MAX_STOPS, NAME, OBJECT, STOP
-from .reply import CallArguments, CallStart, Content, Message, Thought, cause_of, kept_alive, sse, whole
 from .results import CallId
+from .streams import cause_of, kept_alive, sse, whole
 from .thinking import EFFORTS, VARIABLES, read_thinking
 from .tools import Tool
 

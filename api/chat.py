@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from engine.images import check_places, prompt_fields
+from engine.reply import Reply, boundaries, check_budget, opening_of
 from engine.request import ContextExceeded, RequestError
 from engine.sight import BLIND
 from engine.template import EFFORT, ChatTemplate, flat_content
@@ -16,7 +17,6 @@ from engine.text_engine import wrong_kind
 from .errors import WITHOUT_TOOLS
 from .grammar import GrammarError, Rules, Shape
 from .pictures import Sent, sent_in
-from .reply import Reply, opening_of
 from .results import in_order
 from .thinking import EFFORTS
 from .tools import Tool, form_of
@@ -200,7 +200,7 @@ def prepare(service, conversation: Conversation) -> Turn:
     opening = prompt.opening
     tokenizer, form = engine.tokenizer, form_of(engine.template.source)
     rules = rules_of(Rules(tokenizer.tags, opening), form, conversation)
-    bounds = boundaries(tokenizer.tags, opening, toolbox)
+    bounds = boundaries(tokenizer.tags, opening, toolbox is not None)
     if conversation.budget_field:
         check_budget(conversation.budget_field, opening, bounds)
     bounds |= budget_of(conversation, engine.template)
@@ -243,20 +243,6 @@ def text_rules(rules: Rules, shape: Shape | None) -> dict:
         return {} if shape is None else rules.text(shape)
     except GrammarError as error:
         raise RequestError(shape.field, f"'{shape.field}' cannot be enforced: {error}") from None
-
-
-def boundaries(tags: dict[str, int], opening: str, toolbox: Toolbox | None = None) -> dict:
-    """Arguments of Request: where thoughts end and calls begin."""
-    has_both = opening == "either" and {"<think>", "</think>"} <= tags.keys()
-    return {"stop_after": tags.get("</think>") if opening == "thought" or has_both else None,
-            "stop_pause": tags["<think>"] if has_both else None,
-            "stop_before": tags.get("<tool_call>") if toolbox else None}
-
-
-def check_budget(field: str, opening: str, bounds: dict):
-    """Raises RequestError where a model may think, and no single token ends its thoughts."""
-    if opening != "content" and bounds["stop_after"] is None:
-        raise RequestError(field, f"'{field}' needs a model that has </think> as one token, and this one has not")
 
 
 @contextlib.contextmanager

@@ -19,6 +19,7 @@ import flask
 
 from engine.durations import read_seconds
 from engine.pooling import MOST_TEXTS, PoolingEngine
+from engine.reply import Call, Content, Message, Thought
 from engine.request import Request, RequestError
 from engine.served import Facts, Served
 from engine.text_engine import TextEngine
@@ -31,7 +32,7 @@ from .fields import ANYTHING, BOOL, SAMPLED, TEXT, either, list_of, object_of, o
 from .grammar import Rules, Shape
 from .openai import CALL, ID, MAX_LOGPROBS, MAX_STOPS, OBJECT, STOP, TOOL, ChatChoice, read_call_id, read_tools
 from .pictures import Sent, content_of
-from .reply import Call, Content, Message, Thought, cause_of, kept_alive, whole
+from .streams import cause_of, kept_alive, whole
 from .thinking import VARIABLES, read_thinking, thinks
 from .tools import form_of
 

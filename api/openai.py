@@ -8,6 +8,7 @@ import json
 import time
 import uuid
 
+from engine.reply import CallArguments, CallStart, Content, Message, Thought
 from engine.request import STOP_LETTERS, Delta, Request, RequestError, share_read
 
 from . import chat, field_table
@@ -17,8 +18,8 @@ from .field_table import fields_of
 from .fields import ANYTHING, BOOL, SAMPLED, SECONDS, TEXT, either, list_of, number, object_of, one_of, sampling_of
 from .grammar import Shape, at_least
 from .pictures import Sent
-from .reply import CallArguments, CallStart, Content, Message, Thought, cause_of, kept_alive, sse, together, whole
 from .results import CallId
+from .streams import cause_of, kept_alive, sse, together, whole
 from .thinking import BUDGETS, EFFORTS, VARIABLES, read_thinking, thinks
 from .tools import Tool
 

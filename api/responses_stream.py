@@ -10,11 +10,12 @@ import base64
 import secrets
 import time
 
+from engine.reply import CallArguments, CallStart, Content, Thought
 from engine.request import Delta
 
 from .errors import explain
 from .openai import error_body, logprobs_of_text
-from .reply import CallArguments, CallStart, Content, Thought, cause_of, kept_alive, sse, whole
+from .streams import cause_of, kept_alive, sse, whole
 
 SEAL = "qengine."           # how the encrypted_content of this server begins; what follows is base64, not a secret
 

@@ -12,12 +12,10 @@ import json
 import re
 from dataclasses import dataclass, field
 
+from engine.reply import NotACall, overlap
+
 MAX_DEPTH = 200             # of schemas that are followed to learn what one value may be
 EVERY_TYPE = frozenset({"null", "boolean", "integer", "number", "string", "array", "object"})
-
-
-class NotACall(Exception):
-    """What followed <tool_call> is no call of a tool."""
 
 
 @dataclass(frozen=True)
@@ -323,11 +321,6 @@ class XMLCall:
 
 
 PARAMETER_END = "</parameter>"      # the first one ends a value, so no value can hold it
-
-
-def overlap(text: str, marker: str) -> int:
-    """How many letters at the end of a text may be the start of a marker."""
-    return next(n for n in range(min(len(marker), len(text)), -1, -1) if text.endswith(marker[:n]))
 
 
 def _escaped(text: str) -> str:

@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 import qengine
-from api.chat import boundaries, check_budget
-from api.reply import opening_of
 from engine.images import PAD, Picture, Reader, prompt_fields
 from engine.limits import DEFAULT_MODEL, DEFAULT_PICTURE
+from engine.reply import boundaries, check_budget, opening_of
 from engine.request import ContextExceeded, ModelError, Request, RequestError
 from engine.sight import BLIND, limits_for
 from engine.talk import part_of, picture_of, pictures_in
@@ -30,7 +29,7 @@ WAYS_OUT = f"/clear begins anew; {LONGER}"
 
 def print_answer(engine, request: Request, opening: str = "content", ways_out: str = LONGER) -> tuple[str, bool]:
     """Generates and prints text as it comes, then the speed; returns (text, was it stopped by Ctrl-C?). Raises
-    KeyboardInterrupt where Ctrl-C came before the first token. opening: how the answer begins, see api/reply.py.
+    KeyboardInterrupt where Ctrl-C came before the first token. opening: how the answer begins, see engine/reply.py.
     ways_out: what helps where the context was full."""
     generation, writer = engine.submit(request), answer_writer(engine.tokenizer, opening)
     pieces, interrupted = [], False

@@ -10,7 +10,7 @@ import sys
 import unicodedata
 from pathlib import Path
 
-from api.reply import Reply, Thought
+from engine.reply import Reply, Thought
 
 HISTORY = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "qengine" / "history"
 KEPT_LINES = 1000           # of the history
@@ -212,7 +212,7 @@ class PlainAnswer:
     """Writes an answer as the model does, and its thoughts to stderr."""
 
     def __init__(self, tokenizer, opening: str):
-        """opening: how the answer begins, see api/reply.py. One that holds no thoughts is written as it is."""
+        """opening: how the answer begins, see engine/reply.py. One that holds no thoughts is written as it is."""
         self.reply = None if opening == "content" else Reply(tokenizer, opening)
         self.in_thoughts = False
 
@@ -234,7 +234,7 @@ class ShownAnswer:
     """Writes an answer on a terminal: words are wrapped, and thoughts stand apart, dim where there are colours."""
 
     def __init__(self, tokenizer, opening: str):
-        """opening: how the answer begins, see api/reply.py."""
+        """opening: how the answer begins, see engine/reply.py."""
         self.reply, self.out = Reply(tokenizer, opening), sys.stdout
         self.dim, self.plain = (DIM, PLAIN) if has_colours(self.out) else ("", "")
         self.lines = Wrapped(self.out.write, columns_of(self.out))

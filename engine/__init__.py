@@ -9,6 +9,7 @@
     weights.py          tensors from a file, or random ones, put on a card
     tokenizer.py        text to token ids and back
     template.py         messages to a prompt
+    reply.py            an answer's tokens, as they come, cut into thoughts, text and tool calls
     talk.py             conversations with pictures, as the command line and notebooks hold them
     display.py          how a loaded model shows itself, and what its kernels did
     own_products.py     a reader's products in place of the engine's: checked, or compared

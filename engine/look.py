@@ -127,7 +127,7 @@ def look(engine, prompt: str | list, at: str | list[str] = "logits", rows=None,
     nothing.
     """
     ids, pictures = text_of(engine, prompt, then, pictures, template)
-    wanted, patch = ([at] if isinstance(at, str) else list(at)), patch or {}
+    wanted, patch = list(at) if isinstance(at, list | tuple | set) else [at], {} if patch is None else patch
     check_names(engine.config, wanted, patch)
     observer = Observer(engine, Look(engine, ids, places_of(rows, len(ids)), pictures), wanted, patch)
     for positions in passes(engine, ids, pictures, observer.tap):
@@ -141,7 +141,7 @@ def text_of(engine, prompt, then: str, pictures, template: dict) -> tuple[list[i
         fields = talk.prompt_of(engine, prompt, **template)
         ids, pictures = fields["prompt_ids"], fields.get("pictures", ())
     else:
-        ids = engine.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        ids = talk.ids_of(engine, prompt)
     ids = ids + (engine.encode(then) if then else [])
     return ids, pictures_of(ids, pictures, engine.eyes)
 
@@ -159,7 +159,7 @@ def places_of(rows, n: int) -> np.ndarray:
 
 
 def check_names(config, wanted: list[str], patch: dict):
-    """Raises RequestError for names that the model does not have."""
+    """Raises RequestError for names that the model does not have, and where a change is no function."""
     attention = [i for i, kind in enumerate(config.layer_kinds) if kind != "linear"]
     states = ["embedding"] + [f"layer {i}" for i in range(config.n_layers)]
     of_heads = [f"{kind} {i}" for i in attention for kind in HEADS]
@@ -168,10 +168,12 @@ def check_names(config, wanted: list[str], patch: dict):
             raise RequestError("at", f"there is no {name!r}: embedding, layer 0 to {config.n_layers - 1}, logits, and "
                                      "queries, keys, values and attention of attention "
                                      f"layer{'s' * (len(attention) > 1)} {', '.join(map(str, attention))}")
-    for name in patch:
+    for name in patch if isinstance(patch, dict) else ():
         if name not in states:
             raise RequestError("patch", f"{name!r} cannot be patched, only embedding and layer 0 to "
                                         f"{config.n_layers - 1}")
+    if not isinstance(patch, dict) or not all(map(callable, patch.values())):
+        raise RequestError("patch", 'patch is {"layer 2": change}, where change(x, positions) is a function')
 
 
 class Observer:

@@ -12,6 +12,7 @@ import numbers
 import queue
 import threading
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -88,6 +89,11 @@ def check_sampling(name: str, value, field: str | None = None):
     return value
 
 
+def several(values) -> tuple:
+    """One value or several as a tuple. A text is one."""
+    return tuple(values) if isinstance(values, Iterable) and not isinstance(values, str) else (values,)
+
+
 @dataclass
 class Request:
     """What a caller wants generated; SAMPLING has the meaning and the limits of the numbers."""
@@ -123,8 +129,7 @@ class Request:
     pictures: tuple = ()                # Pictures of engine/images.py, in the order of their tokens in the prompt
 
     def __post_init__(self):
-        self.stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
-        self.stop_token_ids = tuple(self.stop_token_ids)
+        self.stop, self.stop_token_ids = several(self.stop), several(self.stop_token_ids)
 
     @property
     def is_penalized(self) -> bool:
@@ -149,7 +154,8 @@ class Request:
             raise ContextExceeded(len(self.prompt_ids), n_ctx)
         if not all(0 <= token < n_vocab for token in self.prompt_ids):
             raise RequestError("prompt", f"a token id of the prompt is outside 0 .. {n_vocab - 1}")
-        if len(self.stop) > STOPS or not all(1 <= len(string) <= STOP_LETTERS for string in self.stop):
+        if len(self.stop) > STOPS or not all(isinstance(string, str) and 1 <= len(string) <= STOP_LETTERS
+                                              for string in self.stop):
             raise RequestError("stop", f"'stop' may hold {STOPS} strings, each of 1 to {STOP_LETTERS} letters")
         if self.draft is not None and not is_within(int, self.draft, 0, MOST_DRAFTS):
             raise RequestError("draft", f"'draft' must be a whole number from 0 to {MOST_DRAFTS}")

@@ -6,46 +6,86 @@ templates then write a token for each, and `prompt_fields` (engine/images.py) gi
     messages ──shown──> messages with Pictures ──chat template──> text ──prompt_fields──> fields of a Request
 """
 
+import dataclasses
+import difflib
 import os
+import reprlib
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from numbers import Integral
 from pathlib import Path
 
 from PIL import Image
 
 from engine.images import FILE_BYTES, Picture, Reader, prompt_fields
-from engine.request import Request, RequestError
+from engine.reply import Content, Reply, boundaries, check_budget, opening_of
+from engine.request import Delta, Request, RequestError
 from engine.sight import BLIND
 from engine.text_engine import TextEngine
 
+FIELDS = [field.name for field in dataclasses.fields(Request)]
+
+class Said(str):
+    """The text of an answer. thoughts: what the model thought before it, "" if nothing."""
+
+    thoughts = ""
+
 
 def chat(engine: TextEngine, messages: list[dict], thinking: bool | None = None, template_kwargs: dict | None = None,
-         **sampling) -> str:
-    """The answer to a conversation, as the model writes it.
+         **sampling) -> Said:
+    """The answer to a conversation, its thoughts apart (engine/reply.py).
 
     messages: as `ChatTemplate.render` takes them, whose parts may also be texts, pictures of Pillow, paths and bytes of
     picture files: [{"role": "user", "content": ["What is this?", Path("cat.jpg")]}]. thinking, template_kwargs: for
-    the chat template. sampling: fields of Request.
+    the chat template; None: as the template has it. sampling: fields of Request.
 
     Raises RequestError for what is no list of messages, for what is no picture, and where the model has no eyes or no
     chat template.
     """
-    return "".join(stream(engine, messages, thinking, template_kwargs, **sampling))
+    thoughts = []
+    said = Said("".join(stream(engine, messages, thinking, template_kwargs, thoughts.append, **sampling)))
+    said.thoughts = "".join(thoughts)
+    if thoughts and not said:
+        warnings.warn("the answer ended among its thoughts, which its .thoughts are. It needs more max_tokens, or none "
+                      "of them: thinking=False", stacklevel=2)
+    return said
 
 
 def stream(engine: TextEngine, messages: list[dict], thinking: bool | None = None,
-           template_kwargs: dict | None = None, **sampling) -> Iterator[str]:
-    """The answer of `chat`, in pieces as they come. Whoever stops reading ends the answer."""
-    generation = engine.submit(Request(**prompt_of(engine, messages, thinking, template_kwargs), **sampling))
-    return pieces_of(generation)
+           template_kwargs: dict | None = None, on_thought: Callable[[str], object] | None = None,
+           **sampling) -> Iterator[str]:
+    """The answer of `chat`, in pieces as they come. Whoever stops reading ends the answer. on_thought: called with each
+    piece of the thoughts, which are no part of what is yielded."""
+    text, pictures = rendered(engine, messages, thinking, template_kwargs)
+    opening = opening_of(text, engine.template.source, thinking)
+    bounds = boundaries(engine.tokenizer.tags, opening)
+    if sampling.get("thinking_budget") is not None:
+        check_budget("thinking_budget", opening, bounds)
+    request = asked(prompt_fields(engine.encode(text), pictures, engine.eyes), bounds | sampling)
+    reply = Reply(engine.tokenizer, opening, special=request.special)
+    for delta in deltas_of(engine.submit(request)):
+        for part in reply.push(delta):
+            if isinstance(part, Content):
+                yield part.text
+            elif on_thought:
+                on_thought(part.text)
 
 
-def pieces_of(generation) -> Iterator[str]:
-    """The text of a Generation, which ends when nobody reads on."""
+def deltas_of(generation) -> Iterator[Delta]:
+    """What a Generation says. It ends when nobody reads on."""
     try:
-        yield from (delta.text for delta in generation if delta.text)
+        yield from generation
     finally:
         generation.cancel()
+
+
+def asked(prompt: dict, sampling: dict) -> Request:
+    """A Request of the fields that a prompt fills, and those that a caller names. Raises RequestError."""
+    unknown = [name for name in sampling if name not in FIELDS]
+    if unknown:
+        near = "".join(f"; is {name} meant?" for name in difflib.get_close_matches(unknown[0], FIELDS, 1))
+        raise RequestError(unknown[0], f"{unknown[0]} is no field of a request{near}")
+    return Request(**prompt, **sampling)
 
 
 def generate(engine: TextEngine, prompt: str | list[int], **sampling) -> str:
@@ -53,25 +93,47 @@ def generate(engine: TextEngine, prompt: str | list[int], **sampling) -> str:
     RequestError. Warns where a model of conversations says nothing to a text that is no conversation."""
     if is_conversation(prompt) or isinstance(prompt, dict):
         raise RequestError("prompt", "generate takes a text or token ids; for messages: engine.chat(messages)")
-    ids = engine.encode(prompt) if isinstance(prompt, str) else list(prompt)
-    text = "".join(pieces_of(engine.submit(Request(ids, **sampling))))
+    request = asked({"prompt_ids": ids_of(engine, prompt)}, sampling)
+    text = "".join(delta.text for delta in deltas_of(engine.submit(request)))
     if not text and isinstance(prompt, str) and engine.template is not None:
         warnings.warn("the model said nothing. It knows conversations, and the prompt is none: "
                       'try engine.chat([{"role": "user", "content": prompt}])', stacklevel=2)
     return text
 
 
+def ids_of(engine: TextEngine, prompt: str | list[int]) -> list[int]:
+    """Token ids of a prompt, given as text or token ids. Raises RequestError."""
+    if isinstance(prompt, str):
+        return engine.encode(prompt)
+    ids = list(prompt) if isinstance(prompt, Iterable) else [None]
+    if not all(isinstance(token, Integral) for token in ids):
+        raise RequestError("prompt", f"a prompt is a text or a list of token ids, and not {reprlib.repr(prompt)}")
+    return ids
+
+
 def prompt_of(engine: TextEngine, messages: list[dict], thinking: bool | None = None,
               template_kwargs: dict | None = None) -> dict:
     """The fields of a Request that a conversation fills, see `chat`. Raises RequestError."""
+    text, pictures = rendered(engine, messages, thinking, template_kwargs)
+    return prompt_fields(engine.encode(text), pictures, engine.eyes)
+
+
+def rendered(engine: TextEngine, messages: list[dict], thinking: bool | None,
+             template_kwargs: dict | None) -> tuple[str, list[Picture]]:
+    """The text of a conversation by the model's chat template, and its pictures. Raises RequestError."""
     if engine.template is None:
         raise RequestError("messages", "this model has no chat template: use generate")
     if not isinstance(messages, list | tuple):
         raise RequestError("messages", "chat takes a list of messages; for a text: "
                                        'engine.chat([{"role": "user", "content": text}])')
+    if not (thinking is None or isinstance(thinking, bool)):
+        raise RequestError("thinking", f"thinking is True, False or None, and not {thinking!r}")
+    for i, message in enumerate(messages):
+        if isinstance(message, dict) and message.get("content") is None and not message.get("tool_calls"):
+            raise RequestError(f"messages[{i}].content", f"messages[{i}] has no content; it has {', '.join(message)}")
     messages = shown(messages, engine.eyes)
     text = engine.template.render(messages, enable_thinking=thinking, template_kwargs=template_kwargs)
-    return prompt_fields(engine.encode(text), pictures_in(messages), engine.eyes)
+    return text, pictures_in(messages)
 
 
 def is_conversation(prompt) -> bool:

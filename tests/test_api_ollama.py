@@ -11,7 +11,7 @@ import re
 import ollama
 import pytest
 
-from api import reply
+from api import streams
 from api.ollama import OPTIONS, WITHOUT_EFFECT
 from engine.request import EngineStopped
 from tests.calls import WEATHER, XML
@@ -256,7 +256,7 @@ def test_errors_reach_the_client(scripted):
 
 def test_a_silent_stream_says_that_it_lives(monkeypatch):
     """By lines that say nothing: Ollama's clients read every line as an object."""
-    monkeypatch.setattr(reply, "SILENCE_SECONDS", 0.02)
+    monkeypatch.setattr(streams, "SILENCE_SECONDS", 0.02)
     with serving(app_of(PacedEngine("Hello.", delay=0.3))) as (port, _):
         lines = list(ollama.Client(f"http://127.0.0.1:{port}").chat("m", HI, stream=True))
     assert len(lines) > 5 and joined(lines).message.content == "Hello."

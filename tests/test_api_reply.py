@@ -5,8 +5,8 @@ import random
 
 import pytest
 
-from api.reply import TAGS, Call, CallArguments, CallStart, Content, Cutter, Message, Reply, Thought, opening_of
 from api.tools import JSONCall, Tool, XMLCall
+from engine.reply import TAGS, Call, CallArguments, CallStart, Content, Cutter, Message, Reply, Thought, opening_of
 from engine.request import Generation, Request
 from engine.tokenizer import StreamDecoder, Tokenizer
 from tests.calls import CALL, JSON, WEATHER, XML

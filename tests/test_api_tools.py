@@ -10,8 +10,8 @@ from llguidance import LLMatcher
 
 from api.chat import Conversation, Toolbox, rules_of
 from api.grammar import GrammarError, Rules, Shape
-from api.reply import Call, Message, Reply
 from api.tools import EVERY_TYPE, JSONCall, Tool, XMLCall, form_of, read_value, types_of
+from engine.reply import Call, Message, Reply
 from engine.request import Request, RequestError
 from tests.calls import JSON, WEATHER, XML
 from tests.oracle import oracle_path

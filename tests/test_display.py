@@ -57,15 +57,53 @@ def test_real_cards_count_nothing(monkeypatch):
 
 def test_an_answer_in_pieces():
     engine = tiny_engine()
-    pieces = list(engine.stream(ASK, max_tokens=8))
-    assert len(pieces) > 1 and "".join(pieces) == engine.chat(ASK, max_tokens=8)
-    reading = engine.stream(ASK, max_tokens=1000, ignore_eos=True)
+    pieces = list(engine.stream(ASK, thinking=False, max_tokens=8))
+    assert len(pieces) > 1 and "".join(pieces) == engine.chat(ASK, thinking=False, max_tokens=8)
+    reading = engine.stream(ASK, thinking=False, max_tokens=1000, ignore_eos=True)
     next(reading)
     reading.close()
     deadline = time.monotonic() + 60
     while engine.stats()["requests_running"]:
         assert time.monotonic() < deadline
         time.sleep(0.01)
+
+
+@pytest.mark.parametrize("script, thinking, thoughts, text", [
+    ("17 * 3\nis 51.\n</think>\n\nIt is 51.", True, "17 * 3\nis 51.", "It is 51."),
+    ("It is 51.\n", False, "", "It is 51.\n")])
+def test_thoughts_are_apart_from_the_answer(script, thinking, thoughts, text):
+    """In a stream, too, where they come as they are thought."""
+    engine, heard = ScriptedEngine(script), []
+    answer = talk.chat(engine, ASK, thinking=thinking, thinking_budget=100)
+    assert isinstance(answer, str) and answer == text and answer.thoughts == thoughts
+    assert engine.requests[0].limits_thoughts == thinking           # where they end is told
+    assert "".join(talk.stream(engine, ASK, thinking, on_thought=heard.append)) == text
+    assert "".join(heard) == thoughts and bool(len(heard) > 1) == thinking
+    assert "".join(talk.stream(engine, ASK, thinking)) == text
+
+
+def test_an_answer_of_thoughts_alone_is_told():
+    with pytest.warns(UserWarning, match=r"^the answer ended among its thoughts, .* thinking=False$"):
+        answer = talk.chat(ScriptedEngine("still thinking"), ASK, thinking=True)
+    assert answer == "" and answer.thoughts == "still thinking"
+
+
+@pytest.mark.parametrize("call, said", [
+    (lambda engine: engine.chat(ASK, thinking="on"), "^thinking is True, False or None, and not 'on'$"),
+    (lambda engine: engine.chat(ASK, thinking=1), "^thinking is True, False or None, and not 1$"),
+    (lambda engine: engine.look([{"role": "user", "contnet": "hi"}]),
+     r"^messages\[0\] has no content; it has role, contnet$"),
+    (lambda engine: engine.chat([*ASK, {"role": "user", "content": None}]), r"^messages\[1\] has no content; it has"),
+    (lambda engine: engine.chat(ASK, max_token=3), "^max_token is no field of a request; is max_tokens meant\\?$"),
+    (lambda engine: engine.generate("a", xyz=3), "^xyz is no field of a request$"),
+    (lambda engine: engine.generate("a", stop=3), "^'stop' may hold 64 strings, each of 1 to 1024 letters$"),
+    (lambda engine: engine.generate("a", stop=["a", None]), "^'stop' may hold 64 strings"),
+    (lambda engine: engine.generate("a", stop_token_ids=-3), "^'stop_token_ids' may hold 64 token ids"),
+    *[(lambda engine, prompt=prompt: engine.generate(prompt), "^a prompt is a text or a list of token ids, and not ")
+      for prompt in (5, None, ["a"], [1.5])]])
+def test_slips_are_told_in_a_sentence(call, said):
+    with pytest.raises(RequestError, match=said):
+        call(tiny_engine())
 
 
 @pytest.mark.parametrize("messages", ["text", ASK[0], 3], ids=["text", "a message", "a number"])

@@ -618,7 +618,8 @@ def test_products_take_seven_arguments(own_engine):
 def test_approximate_products_are_measured(card):
     """Their errors are those of the bits that are missing, and text and speed of before and now are told."""
     with contextlib.closing(load_tiny(card, slots=1)) as engine:
-        asked = engine.chat([{"role": "user", "content": "one two three"}], max_tokens=own_products.ANSWER_TOKENS)
+        asked = engine.generate(engine.template.render([{"role": "user", "content": "one two three"}]),
+                                max_tokens=own_products.ANSWER_TOKENS)
         with pytest.raises(ValueError, match="of_fewer_bits, .*: other numbers"):
             engine.use(gemm=of_fewer_bits)
         exact = engine.use(gemv=q8_gemv.gemv_q8_q8, approximate=True)

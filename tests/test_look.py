@@ -203,12 +203,20 @@ def test_attention_on_a_picture(seeing):
 @pytest.mark.parametrize("arguments, said", [
     ({"at": "attention 0"}, "^there is no 'attention 0': embedding, layer 0 to 3, logits, .* attention layer 3$"),
     ({"at": ["layer 4"]}, "^there is no 'layer 4'"), ({"patch": {"logits": None}}, "^'logits' cannot be patched"),
+    ({"at": 3}, "^there is no 3: embedding"), ({"at": ["logits", None]}, "^there is no None: embedding"),
+    ({"patch": 0}, r'^patch is \{"layer 2": change\}, where'), ({"patch": {"layer 1": 0}}, "^patch is .* a function$"),
     ({"rows": 3}, "^rows must be positions of the 150 tokens, as a list$"),
     ({"rows": [150]}, "^rows must be positions of the 150 tokens, as a list$")], ids=str)
 def test_mistakes_are_refused_before_anything_runs(tiny, monkeypatch, arguments, said):
     monkeypatch.setattr(looking, "passes", lambda *_: pytest.fail("ran"))
     with pytest.raises(RequestError, match=said):
         tiny.look(IDS, **arguments)
+
+
+@pytest.mark.parametrize("prompt", [None, 3, [1.5]], ids=str)
+def test_what_is_looked_at_is_a_text(tiny, prompt):
+    with pytest.raises(RequestError, match=r"^a prompt is a text or a list of token ids, and not "):
+        tiny.look(prompt)
 
 
 def test_the_help_lists_the_names():

@@ -18,7 +18,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 import qengine
-from api import access, log, page, reply
+from api import access, log, page, streams
 from api.service import create_app
 from cli import serve
 from cli.main import main
@@ -477,7 +477,7 @@ def test_what_runs_is_shown_with_its_speed(capsys, monkeypatch):
 
 
 def test_a_silent_stream_says_that_it_lives(monkeypatch):
-    monkeypatch.setattr(reply, "SILENCE_SECONDS", 0.02)
+    monkeypatch.setattr(streams, "SILENCE_SECONDS", 0.02)
     with serving(app_of(PacedEngine(ANSWER, delay=0.3))) as (port, _):
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
         connection.request("POST", TEXT, json.dumps({"prompt": "hi", "stream": True}))
@@ -505,7 +505,7 @@ MIXED = {"type": "function", "function": {"name": "f", "parameters": {
      "thoughts " * 12 + "</think>\n\nDone."),
     (CHAT, {"tools": [MIXED]}, f"<tool_call>\n<function=f>\n<parameter=a>\n{'word ' * 12}\n")])
 def test_a_stream_that_shows_nothing_of_many_tokens_says_that_it_lives(monkeypatch, path, body, script):
-    monkeypatch.setattr(reply, "SILENCE_SECONDS", 0.05)
+    monkeypatch.setattr(streams, "SILENCE_SECONDS", 0.05)
     with serving(app_of(PacedEngine(script, pace=0.02))) as (port, _):
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
         connection.request("POST", path, json.dumps(body | {"messages": [HI], "stream": True}))
@@ -521,7 +521,7 @@ LONG_HI = {"role": "user", "content": "hi " * 300}
                                         ("/v1/responses", {"input": "hi " * 300}),
                                         ("/v1/messages", {"messages": [LONG_HI], "max_tokens": 99})])
 def test_a_stream_says_how_much_of_a_prompt_is_read(monkeypatch, path, body):
-    monkeypatch.setattr(reply, "READING_SECONDS", 0.05)
+    monkeypatch.setattr(streams, "READING_SECONDS", 0.05)
     with serving(app_of(engine := PacedEngine(ANSWER, delay=0.6, is_reading=True))) as (port, _):
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
         connection.request("POST", path, json.dumps(body | {"stream": True}))
@@ -533,7 +533,7 @@ def test_a_stream_says_how_much_of_a_prompt_is_read(monkeypatch, path, body):
 
 
 def test_official_clients_pass_over_what_is_said_of_reading(monkeypatch):
-    monkeypatch.setattr(reply, "READING_SECONDS", 0.02)
+    monkeypatch.setattr(streams, "READING_SECONDS", 0.02)
     with serving(app_of(PacedEngine(ANSWER, delay=0.3, is_reading=True))) as (port, _):
         with official_client(port) as client:
             chunks = client.chat.completions.create(model="m", messages=[HI], stream=True)

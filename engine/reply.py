@@ -10,19 +10,17 @@ around thoughts and calls belong to the form, not to the text.
 """
 
 import collections
-import json
-import time
 import uuid
 from dataclasses import dataclass
 
-from werkzeug.exceptions import ServiceUnavailable
-
-from engine.request import Delta, deltas_of, read_of
+from engine.request import Delta, RequestError
 from engine.tokenizer import Tokenizer
 
-from .tools import NotACall, Tool, overlap
-
 TAGS = "<think>", "</think>", "<tool_call>", "</tool_call>"
+
+
+class NotACall(Exception):
+    """What followed <tool_call> is no call of a tool."""
 
 
 @dataclass(frozen=True)
@@ -94,18 +92,32 @@ def opening_of(prompt: str, template: str, thinking: bool | None) -> str:
     return "either" if may_think else "content"
 
 
+def boundaries(tags: dict[str, int], opening: str, has_tools: bool = False) -> dict:
+    """Arguments of Request: where thoughts end and calls begin."""
+    has_both = opening == "either" and {"<think>", "</think>"} <= tags.keys()
+    return {"stop_after": tags.get("</think>") if opening == "thought" or has_both else None,
+            "stop_pause": tags["<think>"] if has_both else None,
+            "stop_before": tags.get("<tool_call>") if has_tools else None}
+
+
+def check_budget(field: str, opening: str, bounds: dict):
+    """Raises RequestError where a model may think, and no single token ends its thoughts."""
+    if opening != "content" and bounds["stop_after"] is None:
+        raise RequestError(field, f"'{field}' needs a model that has </think> as one token, and this one has not")
+
+
 class Reply:
     """Reads one answer.
 
-    opening: how the answer begins, see `opening_of`. form: XMLCall or JSONCall. tools: those on offer, by name; None:
-    `<tool_call>` is text. ruled: whether a grammar makes sure that calls are well-formed, so that they may go out piece
-    by piece. special: whether the text has control tokens, as Request.special says.
+    opening: how the answer begins, see `opening_of`. form: XMLCall or JSONCall of api/tools.py. tools: those on offer,
+    by name; None: `<tool_call>` is text. ruled: whether a grammar makes sure that calls are well-formed, so that they
+    may go out piece by piece. special: whether the text has control tokens, as Request.special says.
 
     n_calls, n_thinking: calls and tokens of thoughts so far. in_content: whether the last token was of the text.
     stopped_by(strings): which of the stop strings ended the answer, if one did.
     """
 
-    def __init__(self, tokenizer: Tokenizer, opening: str, form=None, tools: dict[str, Tool] | None = None,
+    def __init__(self, tokenizer: Tokenizer, opening: str, form=None, tools: dict | None = None,
                  ruled: bool = False, special: bool = False):
         self.form, self.tools, self.ruled = form, tools, ruled
         self.thinking = opening == "thought"
@@ -206,61 +218,6 @@ class Reply:
         return parts
 
 
-READING_SECONDS = 1         # between two comments on how much of a prompt is read
-SILENCE_SECONDS = 15        # proxies take a stream for dead that is silent for long, as it is while a prompt is read
-
-
-def together(generations, is_stream=False):
-    """The Deltas of generations as they come, each as (index, Delta); in a stream also None, now and then while none
-    comes. Raises ServiceUnavailable when a generation ends without a finish reason: it was cancelled because the server
-    is closing, since a client that has left does not read on."""
-    finished = set()
-    for said in deltas_of(generations, min(READING_SECONDS, SILENCE_SECONDS / 10) if is_stream else None):
-        if said and said[1].finish_reason:
-            finished.add(said[0])
-        yield said
-    if len(finished) < len(generations):
-        raise ServiceUnavailable("the answer was cancelled: the server is shutting down", retry_after=5)
-
-
-def whole(generation, is_stream=False):
-    """What `together` gives of one generation, without the index."""
-    return (said and said[1] for said in together([generation], is_stream))
-
-
-def kept_alive(texts, sign: str, generations=()):
-    """The texts that a stream writes, and `sign` wherever it has written nothing for SILENCE_SECONDS.
-
-    texts: some may be "", which says that there is nothing to write but time may have passed. Many tokens may come
-    before any of them is shown. generations: of a stream of server-sent events; comments say how much of their prompts
-    is read, one in READING_SECONDS at most."""
-    written, told = time.monotonic(), ""
-    for text in texts:
-        silence = time.monotonic() - written
-        if not text and silence >= READING_SECONDS and (news := reading(generations)) not in ("", told):
-            text = told = news
-        if text or silence >= SILENCE_SECONDS:
-            yield text or sign
-            written = time.monotonic()
-
-
-def reading(generations) -> str:
-    """A comment in a stream of server-sent events: how much of the prompts is read. "" where none is being read."""
-    n_read, n_prompt = read_of(generations)
-    return f": reading {n_read} of {n_prompt} tokens\n\n" if 0 < n_read < n_prompt else ""
-
-
-def cause_of(end) -> dict:
-    """The field, one of ours, in which every protocol says why an answer ended, where its own words do not say it.
-    end: the last Delta, or the Generation."""
-    return {"cause": end.cause} if end.cause else {}
-
-
-def sse(data: dict, name: str | None = None) -> str:
-    """A server-sent event. It is ASCII, because some clients also break lines at U+0085 and U+2028."""
-    return (f"event: {name}\n" if name else "") + f"data: {json.dumps(data)}\n\n"
-
-
 class Cutter:
     """Cuts the text of an answer at its tags, as far as Deltas show the text.
 
@@ -311,3 +268,8 @@ class Cutter:
             if at + len(tag) <= len(self._text):
                 found.append((at, tag))
         return min(found, default=(certain, None))
+
+
+def overlap(text: str, marker: str) -> int:
+    """How many letters at the end of a text may be the start of a marker."""
+    return next(n for n in range(min(len(marker), len(text)), -1, -1) if text.endswith(marker[:n]))
