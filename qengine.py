@@ -2230,8 +2230,10 @@ class Engine(TextOnly, TextEngine):
         answers go on with the new functions.
 
         approximate: numbers may differ by more than rounding. Then the Report tells how large the errors are, what
-        becomes of the answer to `question`, and how fast both are.
+        becomes of the engine's own answer to `question`, and how fast both are.
         """
+        if approximate:
+            self.use()                              # a reader's last product is nothing to compare with
         before = own_products.run(self, question) if approximate else None
         with self.scheduler.between_steps():
             check = own_products.error_of if approximate else own_products.check_product

@@ -115,6 +115,9 @@ class Lent(Memory):
     __del__ = release
 
 
+ON_A_CARD = "this array is on a card: card.download(array) brings it to NumPy"
+
+
 class Array:
     """A C-contiguous array in the memory of one card.
 
@@ -189,6 +192,9 @@ class Array:
 
     def __len__(self):
         return self.shape[0]
+
+    def __array__(self, *_, **__):
+        raise TypeError(ON_A_CARD)
 
     def __repr__(self):
         state = "" if self.card else ", freed"
@@ -769,7 +775,9 @@ class Card:
         if array.memory.card is None:
             raise CardError(f"{array!r} was freed")
         if array.memory.card is not self:
-            raise CardError(f"{array!r} is on {array.memory.card.name}, not on {self.name}")
+            other = array.memory.card.name
+            other = f"another card of the name {other}" if other == self.name else f"{other}, not on {self.name}"
+            raise CardError(f"{array!r} is on {other}")
 
     @staticmethod
     def _check_host(array, host):

@@ -46,6 +46,9 @@ class Configured:
 
 
 def _configured(kernel, configuration):
+    if not isinstance(configuration, tuple) or len(configuration) < 2:
+        raise LaunchError(f"{kernel.__name__}[{configuration}]: a kernel is launched with its blocks and threads, "
+                          f"{kernel.__name__}[blocks, threads](...)")
     return Configured(kernel, *configuration)
 
 

@@ -38,11 +38,12 @@ from IPython.display import display
 from matplotlib.colors import to_rgb
 from matplotlib.patches import Rectangle
 from numba.cuda.cudadrv.error import CudaSupportError
+from numba.cuda.errors import missing_launch_config_msg
 
 import qengine
 from benchmarks import figures
 from kernels.bench import seconds_per_call
-from kernels.card import Array, LaunchError
+from kernels.card import ON_A_CARD, Array, LaunchError
 from kernels.compile import CompileError
 from kernels.configured import Configured
 from kernels.emulated.estimate import PIPES, SECTOR
@@ -282,10 +283,9 @@ def _stand_in(info):
 def judge(said, found, is_choice=False, is_percent=False):
     """(colour, kind words) for a prediction beside what was found. is_choice: it was one of several. is_percent: its
     unit is per cent."""
-    if isinstance(found, str):
-        return (GREEN, "Right.") if said == found else (ORANGE, "It went the other way. The text below says why.")
-    if is_choice:
-        return (GREEN, "Right.") if said == found else (ORANGE, "It is another one. The text below says why.")
+    if is_choice or isinstance(found, str):
+        return (GREEN, "Right.") if said == found else (ORANGE, "It is another one. The folded lines behind the "
+                                                                "prediction, or the text below, say why.")
     if said == found or found and abs(said / found - 1) <= 0.03:
         return GREEN, "Right."
     if not found or said / found <= 0:
@@ -354,7 +354,7 @@ def plot_estimates(versions, model, title=""):
     kernel takes far longer than another one, the axes are logarithmic."""
     estimates = {name: counted.estimate(model).per_pipe_seconds for name, counted in versions.items()}
     parts = [part for part in next(iter(estimates.values())) if any(e[part] > 0 for e in estimates.values())]
-    _, panels = plt.subplots(1, len(estimates), figsize=(11, 0.6 + 0.24 * len(parts)), sharey=True)
+    _, (panels,) = plt.subplots(1, len(estimates), figsize=(11, 0.6 + 0.24 * len(parts)), sharey=True, squeeze=False)
     totals = [1e6 * max(e.values()) for e in estimates.values()]
     longest, is_log = max(totals), max(totals) > 20 * min(totals)
     left, right = (0.5, 4 * longest) if is_log else (0, 1.2 * longest)
@@ -483,7 +483,7 @@ def attempt(check, answer):
         if "object is not callable" in str(error) and not callable(answer):
             print(f"not right yet: a function is wanted, and {answer!r} is none")
             return
-        if "object is not subscriptable" not in str(error) or hasattr(answer, "__getitem__"):
+        if str(error) != f"{type(answer).__name__!r} object is not subscriptable":
             raise
         print(f"not right yet: {NO_KERNEL}")
     except (AssertionError, LaunchError, CompileError) as error:
@@ -523,6 +523,7 @@ def refuses(check, wrong):
 # ---- errors in few words -----------------------------------------------------------------------------------
 
 NO_KERNEL = "a kernel is launched as kernel[blocks, threads](...); this is none. Is @cuda.jit above it?"
+NO_BLOCKS = "a kernel is launched with its blocks and threads: kernel[blocks, threads](...)"
 NO_DRIVER = ("no NVIDIA driver is here, which Numba's own functions need. Here card.upload(x), card.alloc(n, dtype) "
              "and card.zeros(n, dtype) give arrays, card.download(y) brings one back, card.synchronize() waits; "
              "@cuda.jit stands without types, and a launch names blocks and threads: kernel[8, 128](y, x)")
@@ -533,8 +534,10 @@ def brief(error):
     which name a cell does not know."""
     if isinstance(error, NameError):
         return f"{error}: was the cell run that defines it?"
-    if isinstance(error, TypeError):
+    if isinstance(error, TypeError) and "not subscriptable" in str(error):
         return NO_KERNEL
+    if str(error) == missing_launch_config_msg:
+        return NO_BLOCKS
     if isinstance(error, CudaSupportError):
         return NO_DRIVER
     if not isinstance(error, CompileError):
@@ -550,10 +553,11 @@ def brief(error):
             f"    line {line}: {linecache.getline(file, line).strip()}")
 
 
+NO_LISTS = ("a kernel has no lists and makes no arrays: cuda.local.array is there for a few numbers of a thread, "
+            "cuda.shared.array for those of a block")
 PLAIN_WORDS = (             # what the compiler says -> what that means for the writer of a kernel
     (r"TypingError: ((?:a float32 is|bits are) wanted, .*)", r"\1"),
-    (r"NRT required but not enabled", "a kernel has no lists and makes no arrays: cuda.local.array is there for a few "
-                                      "numbers of a thread, cuda.shared.array for those of a block"),
+    (r"NRT required but not enabled", NO_LISTS),
     (r"set_try_status", "a kernel has no `try`"),
     (r"cannot tell what \w+ of type type compiles to.*",
      "it calls a function of Python: is @cuda.jit(device=True) above that one?"),
@@ -563,6 +567,8 @@ PLAIN_WORDS = (             # what the compiler says -> what that means for the 
     (r"<function (shared|local)\.array .*", r"the shape of a \1 array is a constant, or a tuple of constants"),
     (r">>> .*\bnone\b.*", "nothing stands where a value is wanted: does a function lack its `return`?"),
     (r"(?:>>> |Cannot cast ).*?UniTuple\((\w+) x (\d+)\).*", r"\2 of \1 stand where one is wanted: which of them?"),
+    (r">>> (?:zeros|ones|empty|full|arange|array)\(|>>> .*\blist\(|attribute '\w+' of type list", NO_LISTS),
+    (r">>> (?:dot|matmul)\(", "a kernel has no products of matrices: it is a loop that adds up"),
     (r">>> (.*)", r"there is no \1"),
     (r"Untyped global name '(\w+)': .*<class 'function'>.*",
      r"\1 is a function of Python: is @cuda.jit(device=True) above it?"),
@@ -622,8 +628,9 @@ def _show_briefly(shell, kind, error, trace, tb_offset=None):
     that *Interrupt* has ended a kernel."""
     if kind is KeyboardInterrupt and _passes(trace, "kernels/emulated"):
         error = KeyboardInterrupt("the kernels that ran were ended; what they have written until then remains")
-    if (not str(error) or kind is ValueError and not _passes(trace, "engine/own_products.py")
-            or kind is TypeError and str(error) != "'function' object is not subscriptable"):
+    is_told = {ValueError: str(error) == missing_launch_config_msg or _passes(trace, "engine/own_products.py"),
+               TypeError: str(error) in (ON_A_CARD, "'function' object is not subscriptable")}
+    if not str(error) or not is_told.get(kind, True):
         return shell.showtraceback((kind, error, trace), tb_offset=tb_offset, running_compiled_code=True)
     lines = [f"{kind.__name__}: {brief(error)}"]
     shell._showtraceback(kind, error, lines)

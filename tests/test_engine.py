@@ -628,6 +628,8 @@ def test_approximate_products_are_measured(card):
         error, = report.errors
         assert error.product == "of_fewer_bits" and 0.005 < error.share < 0.05      # of 127 steps, 1.5 on average
         assert report.before.text == asked
+        again = engine.use(gemm=of_fewer_bits, approximate=True, question="one two three")
+        assert again.before.ids == report.before.ids and again.now.ids == report.now.ids != again.before.ids
         assert min(report.before.prompt_speed, report.now.answer_speed) > 0
         for words in "of_fewer_bits", "tokens/s before", report.now.text[:10]:
             assert words in repr(report) and html.escape(words) in report._repr_html_()

@@ -244,6 +244,18 @@ def test_banks_are_drawn_as_they_are_counted(lab):
     lab.plt.close()
 
 
+def test_bars_of_one_kernel(lab, monkeypatch):
+    """As of a reader who has run an earlier cell again."""
+    shown = []
+    monkeypatch.setattr(lab, "show", shown.append)
+    card = EmulatedCard(0)
+    counted = lab.count(card, lambda: copy_shifted[1, 16](card.zeros(32, np.float32), card.zeros(32, np.float32), 0),
+                        CMP_100_210)
+    lab.plot_estimates({"alone": counted}, CMP_100_210)
+    lab.plt.close()
+    assert "The longest: alone: issue" in shown[0]
+
+
 def test_figures_on_record(lab, capsys):
     lab.on_record("course-gemm", "TOPS")
     lines = capsys.readouterr().out.splitlines()
@@ -255,7 +267,7 @@ def test_figures_on_record(lab, capsys):
     (100, 101, "Right."), (0, 0, "Right."), (110, 100, "Close: 10% too high."),
     (50, 100, "The right size, 2.0 times too low."), (1, 100, "100 times too low: a surprise"),
     (-1, 5, "Another size"), (3, 0, "Another size"), ("slower", "slower", "Right."),
-    ("slower", "faster", "It went the other way.")])
+    ("slower", "faster", "It is another one. The folded lines behind the prediction, or the text below, say why.")])
 def test_predictions_are_judged_kindly(lab, said, found, verdict):
     assert lab.judge(said, found)[1].startswith(verdict)
 
@@ -467,6 +479,20 @@ def test_slips_of_newcomers_are_told_in_plain_words(lab):
         except Exception:
             y[uint32(0)] = 2
 
+    @cuda.jit
+    def zeros_of_numpy(y):
+        sums = np.zeros(8, np.int32)
+        y[uint32(0)] = sums[0]
+
+    @cuda.jit
+    def list_repeated(y):
+        sums = [0] * 8
+        y[uint32(0)] = sums[0]
+
+    @cuda.jit
+    def dot_of_numpy(y):
+        y[uint32(0)] = np.dot(y, y)
+
     card = EmulatedCard(0)
     for kernel, line in ((without_step, "while i < 8:"), (without_sum, "dp4a(y["), (sum_of_list, "sum(parts)"),
                          (of_float64, "exp(total)"), (list_made, "parts = [1, 2]")):
@@ -476,11 +502,14 @@ def test_slips_of_newcomers_are_told_in_plain_words(lab):
     for kernel, words in (
             (without_step, "a loop never ends"), (without_sum, "an argument is missing: 'c'"),
             (returning, "a kernel returns nothing"), (open_shape, "the shape of a shared array is a constant"),
-            (four_for_one, "4 of uint32 stand where one is wanted"), (list_of_python, "Unknown attribute"),
+            (four_for_one, "4 of uint32 stand where one is wanted"), (list_of_python, "a kernel has no lists"),
             (nothing_for_one, "does a function lack its `return`?"),
             (undecorated, "is @cuda.jit(device=True) above it?"),
             (of_float64, "a float32 is wanted, not a float64: is a float32(...) missing? 0.0 is a float64"),
             (list_made, "a kernel has no lists and makes no arrays: cuda.local.array"),
+            (zeros_of_numpy, "a kernel has no lists and makes no arrays: cuda.local.array"),
+            (list_repeated, "a kernel has no lists and makes no arrays: cuda.local.array"),
+            (dot_of_numpy, "a kernel has no products of matrices"),
             (trying, "a kernel has no `try`")):
         with pytest.raises(CompileError) as caught:
             kernel[1, 1](card.zeros(8, np.uint32))
@@ -604,8 +633,13 @@ own_products.check_arguments(endless)"""
 @pytest.mark.parametrize("source, said", [(INTERRUPTED, "KeyboardInterrupt: the kernels that ran were ended"),
                                           (REFUSED, "ValueError: endless is a kernel; a product of yours is a "),
                                           ("int('x')", "Traceback"), ("3 + 'x'", "Traceback"),
-                                          ("(lambda y: y)[1, 1](y)", "TypeError: a kernel is launched as ")],
-                         ids=["interrupt", "product", "value", "type", "decorator"])
+                                          ("(lambda y: y)[1, 1](y)", "TypeError: a kernel is launched as "),
+                                          ("endless(y, 1)", "ValueError: a kernel is launched with its blocks and th"),
+                                          ("endless[1](y, 1)", "LaunchError: endless[1]: a kernel is launched with"),
+                                          ("np.allclose(y, 0)", "TypeError: this array is on a card: card.download("),
+                                          ("y + np.float32(1)", "TypeError: this array is on a card: card.download(")],
+                         ids=["interrupt", "product", "value", "type", "decorator", "bare", "blocks alone", "NumPy",
+                              "sum"])
 def test_what_ends_a_cell_is_told_briefly(source, said):
     """An interrupted kernel and a refused product, without the frames behind them; other errors as Python shows
     them."""
@@ -742,6 +776,8 @@ def test_attempts(lab, capsys):
     lab.attempt(calls, of_python)
     assert capsys.readouterr().out == ("not right yet: calling cannot be compiled: it calls a function of Python: is "
                                        "@cuda.jit(device=True) above that one?\n")
+    with pytest.raises(TypeError, match="'int' object is not subscriptable"):       # a slip in Python, no kernel
+        lab.attempt(check, lambda: [part[0] for part in [1, 2]])
     lab.attempt(check, lambda levels: 4)
     assert capsys.readouterr().out == ("not right yet: <lambda> is called with 0 arguments: missing a required "
                                        "argument: 'levels'\n")
