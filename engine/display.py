@@ -108,7 +108,8 @@ class Tally:
             left = [a + b for a, b in zip(left, widths)]
         axes.invert_yaxis()
         axes.set(xlabel="warp instructions")
-        axes.legend(fontsize="small", ncols=2)
+        if kernels:
+            axes.legend(fontsize="small", bbox_to_anchor=(1, 1))        # beside the bars
         return axes
 
 

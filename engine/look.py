@@ -102,9 +102,14 @@ class Look(dict):
 
     def on_picture(self, name: str, row: int = -1, number: int = 0) -> np.ndarray:
         """The attention `name` of a row on the blocks of a picture, float32 [heads, rows of blocks, columns]. row: into
-        the arrays; number: of the picture."""
+        the arrays; number: of the picture. Raises RequestError."""
+        if not -len(self.spans) <= number < len(self.spans):
+            raise RequestError("number", f"there is no picture {number}: the text has {len(self.spans)}")
         picture, span = self.pictures[number], self.spans[number]
         return self[name][:, row, span.start:span.stop].reshape(-1, picture.rows, picture.columns)
+
+    def __missing__(self, name):
+        raise RequestError("at", f"{name!r} was not looked at, only {', '.join(self)}")
 
     def __repr__(self):
         arrays = "".join(f"\n  {name}: {array.dtype} {list(array.shape)}" for name, array in self.items())

@@ -399,7 +399,7 @@ def draw_owners(owner, title, axes, x_label="", y_label="", framed=(0,)):
 def draw_tiles(axes, title, x_shape, w_shape, tile, marked=(0, 0), in_tile=None):
     """Draws a product as one writes it by hand: `x` [rows, k] on the left, the columns of `w` [k, n] above, `y` where
     they meet, cut into tiles of tile = (rows, columns, k). What the block of threads at `marked` reads and makes is
-    blue, darker what it reads first, with arrows along k; in_tile = (rows, columns) of one thread of it is red."""
+    blue, strongly so what it reads first, with arrows along k; in_tile = (rows, columns) of one thread of it is red."""
     (rows, k), (_, n) = x_shape, w_shape
     gap = 0.08 * max(rows + k, n + k)
     origins = {"x": (0, k + gap, k, rows), "w": (k + gap, 0, n, k), "y": (k + gap, k + gap, n, rows)}

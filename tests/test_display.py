@@ -45,6 +45,11 @@ def test_a_plot_has_a_bar_for_each_kernel():
     axes = tally.plot(most=5)
     assert len(axes.get_yticklabels()) == 5 and axes.get_legend() is not None
     plt.close(axes.figure)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        axes = Tally().plot()               # nothing ran
+    assert axes.get_legend() is None
+    plt.close(axes.figure)
 
 
 def test_real_cards_count_nothing(monkeypatch):

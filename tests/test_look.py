@@ -219,6 +219,14 @@ def test_what_is_looked_at_is_a_text(tiny, prompt):
         tiny.look(prompt)
 
 
+def test_what_was_not_looked_at(tiny):
+    seen = tiny.look(IDS, "layer 1", rows=[-1])
+    with pytest.raises(RequestError, match="^'layer 2' was not looked at, only layer 1$"):
+        seen["layer 2"]
+    with pytest.raises(RequestError, match="^there is no picture 0: the text has 0$"):
+        seen.on_picture("layer 1")
+
+
 def test_the_help_lists_the_names():
     """`help(engine.look)` tells what can be looked at, as the docstring of the file does not reach it."""
     words = qengine.Engine.look.__doc__
