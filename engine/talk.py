@@ -25,6 +25,7 @@ from engine.text_engine import TextEngine
 
 FIELDS = [field.name for field in dataclasses.fields(Request)]
 
+
 class Said(str):
     """The text of an answer. thoughts: what the model thought before it, "" if nothing."""
 
@@ -40,7 +41,7 @@ def chat(engine: TextEngine, messages: list[dict], thinking: bool | None = None,
     the chat template; None: as the template has it. sampling: fields of Request.
 
     Raises RequestError for what is no list of messages, for what is no picture, and where the model has no eyes or no
-    chat template.
+    chat template. Warns where the answer has ended among its thoughts.
     """
     thoughts = []
     said = Said("".join(stream(engine, messages, thinking, template_kwargs, thoughts.append, **sampling)))
@@ -81,7 +82,7 @@ def deltas_of(generation) -> Iterator[Delta]:
 
 def asked(prompt: dict, sampling: dict) -> Request:
     """A Request of the fields that a prompt fills, and those that a caller names. Raises RequestError."""
-    unknown = [name for name in sampling if name not in FIELDS]
+    unknown = [name for name in sampling if name not in FIELDS or name in prompt]
     if unknown:
         near = "".join(f"; is {name} meant?" for name in difflib.get_close_matches(unknown[0], FIELDS, 1))
         raise RequestError(unknown[0], f"{unknown[0]} is no field of a request{near}")

@@ -300,7 +300,8 @@ def judge(said, found, is_choice=False, is_percent=False):
 
 
 def _show(x):
-    return x if isinstance(x, str) else f"{x:,}" if isinstance(x, (int, np.integer)) else f"{x:,.4g}"
+    is_whole = not isinstance(x, str) and float(x).is_integer() and abs(x) < 1e15
+    return x if isinstance(x, str) else f"{int(x):,}" if is_whole else f"{x:,.4g}"
 
 
 def _box(colour, marked_up, plain):
@@ -477,7 +478,7 @@ def attempt(check, answer):
         print("not solved yet")
         return
     try:
-        check(_that_returns(answer))
+        check(_that_returns(_number_in(answer)))
         print("solved")
     except TypeError as error:
         if "object is not callable" in str(error) and not callable(answer):

@@ -299,6 +299,8 @@ def test_predictions_that_are_none(lab, monkeypatch):
     assert lab.predict("which", " Maybe", ["yes", "maybe"]).guess == "maybe" and len(shown) == 9
     lab.reveal(prediction, 5)
     assert shown[-1] == "how many: 5. Your prediction was refused."
+    lab.reveal(lab.predict("tokens", "98820"), 98821.5)
+    assert shown[-1].startswith("tokens: 9.882e+04. You said 98,820. ")
 
 
 @cuda.jit
@@ -781,6 +783,8 @@ def test_attempts(lab, capsys):
     lab.attempt(check, lambda levels: 4)
     assert capsys.readouterr().out == ("not right yet: <lambda> is called with 0 arguments: missing a required "
                                        "argument: 'levels'\n")
+    lab.attempt(lambda n: check(lambda: n), " 4")
+    assert capsys.readouterr().out == "solved\n"
     lab.attempt(check, 4)
     assert capsys.readouterr().out == "not right yet: a function is wanted, and 4 is none\n"
     lab.refuses(check, lambda: 5)

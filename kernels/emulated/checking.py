@@ -9,7 +9,8 @@ message that tells kernel, source line, block, thread, address and instruction.
 
 Global and local memory: an access lies within one live array and is aligned to its size. Freed memory is not
 used again for a while, and arrays lie far apart, so that a wrong address is most likely in no array; one that
-has strayed into another live array is not found. In shared memory an array begins at an odd multiple of its own
+has strayed into another live array is not found. Nor is an index beyond a `cuda.local.array` that the
+compiler knows, since it leaves such an access out. In shared memory an array begins at an odd multiple of its own
 alignment, so that an access that needs a larger one is found, wherever an assembler may put the array.
 
 Shared memory: an access lies within the block's shared memory. Two accesses of different threads to one
