@@ -132,7 +132,8 @@ def count(card, launch, model):
 
 def microseconds(card, launch):
     """What one call of launch() takes on a card, without Python: see kernels/bench.py. On an emulated card all accesses
-    are checked before, and it is said below the cell what its times are."""
+    are checked before, and it is said below the cell what its times are. Raises LaunchError where a later call would
+    launch otherwise than the one that was checked."""
     global _is_timed
     timed(card)
     if card.kind == "emulated":
