@@ -505,6 +505,28 @@ def test_formulas(page):
     expect(answer.locator(".math code")).to_have_text(r"\nonsense{")         # what is no formula stays as it was
 
 
+MONEY = ["It costs $5 or $6.", "From $1,000 to $2,000.", "between $5-$10", "US$5 (CA$7)", "It is $5/month or $60/year.",
+         "A price of 5$ and 6$.", "cost: 5$, or 6$ each", "JPY or US$, A$, C$", "A$5 and B$6", "I have $20, he has 10$.",
+         "pay $5 (5$) now", "save $100 (10% of $1,000)", "~$5 vs ~$6", "$5k–$10k", "$HOME/$USER", "echo $PATH:$HOME"]
+FORMULAS = ["$x$", "$x$-axis", "($x$)", "if $n$=5", "$3 x + 2$ is one", "$2(x + 1)$, $[0, 1)$", "H$_2$O", "90$^\\circ$C",
+            "5 $\\mu$m", "the $n$th", "two $k$s", "_$x$_ is emphasised", "$x$는 수이다", "costs $5, where $n = 3$",
+            "$20 \\text{ of the } n$"]
+SHOWN = """text => {
+    const box = document.createElement("div");
+    showText(box, text, true);
+    return [box.querySelectorAll("math").length, box.textContent];
+}"""        # how many formulas a text has, and its letters
+
+
+def test_money_and_shells_are_no_formulas(page):
+    assert [page.evaluate(SHOWN, text) for text in MONEY] == [[0, text] for text in MONEY]
+
+
+def test_formulas_within_a_line(page):
+    shown = [page.evaluate(SHOWN, text)[0] for text in FORMULAS]
+    assert shown == [2 if text.startswith("$2(") else 1 for text in FORMULAS]
+
+
 @pytest.mark.parametrize("secure", [True, False])
 def test_copying_works_without_a_secure_context_too(open_page, secure):
     page = open_page(permissions=["clipboard-read", "clipboard-write"])
@@ -1357,9 +1379,11 @@ def test_a_phone_needs_no_scrolling_sideways(open_page, engine):
 @pytest.mark.parametrize("width", [320, 390])
 def test_nothing_lies_over_something_else_on_a_phone(open_page, width):
     page = open_page(width=width, is_mobile=True, has_touch=True)
-    page.route("**/health", lambda route: route.fulfill(json=WELL | {"model": "qengine-10m", "counts_pipes": True}))
+    page.route("**/health", lambda route: route.fulfill(json=WELL | {
+        "model": "qengine-10m", "counts_pipes": True, "sees": {"pixels": 256 * 256, "pictures": 4}}))
     page.reload()
     expect(button(page, "Pipes")).to_be_visible()
+    expect(button(page, "Take a picture")).to_be_visible()
     say(page, "hello")
     for narrow in [page.get_by_role("heading", name="qengine"), *page.get_by_role("button").all()]:
         assert narrow.evaluate("e => e.scrollWidth <= e.clientWidth"), narrow.inner_text()

@@ -30,14 +30,30 @@ markdown.core.ruler.push("mark", mark);
 const FENCES = [["$$", "$$", true], ["\\[", "\\]", true], ["\\(", "\\)", false], ["$", "$", false]];
 const fenceAt = (text, at) => FENCES.find(([open]) => text.startsWith(open, at));
 
-/** A formula within a line. Between single dollars there are no spaces at the ends and no digit behind: "$5 or $6". */
+/** Whether two single dollars, with `tex` between them, may be those of a formula. Money ("$5 or $6", "6$ each") and
+ *  shells ("$HOME/$USER") have dollars, too. Formulas touch letters in few ways: "CO$_2$", "the $n$th". */
+function isFormula(before, tex, behind) {
+  if (/^\s|\s$/.test(tex) || /^\d/.test(behind)) return false;
+  if (/^[\\^_]/.test(tex)) return true;
+  const isSuffix = /\w$/.test(tex) && /^(?:st|nd|rd|th|s|D)\b/.test(behind);
+  return !/[a-z\d]/i.test(before) && (isSuffix || !/^[a-z]/i.test(behind)) && !isMoney(tex);
+}
+
+/** Whether dollars are about money, as in "I have $20, he has 10$" or "pay $5 (5$)": words or half a bracket follow. */
+function isMoney(tex) {
+  const n = brackets => tex.match(brackets)?.length;
+  return /^\d[^\\]*$/.test(tex) && (/\p{L}{2,} \p{L}{2,}/u.test(tex) || n(/[([]/g) !== n(/[)\]]/g));
+}
+
+/** A formula within a line. */
 function inlineMath(state, silent) {
   const [open, close, display] = fenceAt(state.src, state.pos) ?? [];
   if (!open) return false;
   const from = state.pos + open.length;
   const length = state.src.slice(from, from + MOST_MATH).indexOf(close);
   const tex = state.src.slice(from, from + length), end = from + length + close.length;
-  if (length < 1 || open === "$" && (/^\s|\s$/.test(tex) || /\d/.test(state.src[end] ?? ""))) return false;
+  if (length < 1) return false;
+  if (open === "$" && !isFormula(state.src[state.pos - 1] ?? "", tex, state.src.slice(end, end + 3))) return false;
   if (!silent) Object.assign(state.push("math", "", 0), {content: tex, meta: {display}});
   state.pos = end;
   return true;
