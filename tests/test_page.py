@@ -654,6 +654,17 @@ def test_the_settings_show_what_the_server_chooses(open_page, engine):
         expect(page.get_by_label(label)).to_have_attribute("placeholder", value)
 
 
+@pytest.mark.parametrize("end, shown", [("<think>\n\n</think>\n\n", "default (off)"), ("<think>\n", "default (on)"),
+                                        (None, "default")])
+def test_the_settings_show_whether_a_model_thinks(page, end, shown):
+    if end != "<think>\n\n</think>\n\n":                        # which is what the model of these tests does
+        page.route("**/apply-template", lambda route: route.fulfill(
+            **{"json": {"prompt": f"hi<|im_end|>\n{end}"}} if end else {"status": 404}))
+    button(page, "Settings").click()
+    expect(page.get_by_label("Thinking").locator("option").first).to_have_text(shown)
+    expect(page.get_by_label("Thinking")).to_have_value("")
+
+
 # ---- conversations -----------------------------------------------------------------------------------------
 
 
@@ -1485,6 +1496,44 @@ def test_the_bar_of_pipes_asks_only_while_it_is_shown_and_something_runs(page, e
     expect(bar).not_to_be_visible()
 
 
+def test_an_answer_begins_when_what_counts_it_is_compiled(page, engine):
+    asked = []
+    page.route("**/health", lambda route: route.fulfill(json=WELL | {"counts_pipes": True}))
+    page.route("**/pipes", lambda route: asked.append(route) or len(asked) > 1 and (        # the first one waits
+        route.fulfill(json=PIPES) if engine.requests else route.fulfill(status=204)))
+    page.reload()
+    button(page, "Pipes").click()
+    say(page, "hello", wait=False)
+    expect(page.get_by_text("Waiting for a step that is counted.")).to_be_visible()
+    page.wait_for_timeout(500)
+    assert not engine.requests
+    button(page, "Stop").click()                                # which need not wait
+    expect(answers(page)).to_contain_text("stopped")
+    say(page, "long", wait=False)
+    page.wait_for_timeout(300)
+    assert not engine.requests
+    asked[0].fulfill(status=204)
+    expect(answers(page).last).to_contain_text("word word")
+    expect(page.get_by_role("img", name="integer 60 %")).to_be_visible()
+    button(page, "Stop").click()
+
+
+@pytest.mark.parametrize("told", [PIPES, None])
+def test_an_answer_does_not_wait_for_ever_for_what_counts_it(page, told):
+    """A server that has counted a step before has compiled what counts. Another one may hang."""
+    asked = []
+    page.route("**/health", lambda route: route.fulfill(json=WELL | {"counts_pipes": True}))
+    page.route("**/pipes", lambda route: asked.append(route) or told and len(asked) > 1 and route.fulfill(json=told))
+    page.clock.install()
+    page.reload()
+    button(page, "Pipes").click()
+    say(page, "hello", wait=False)
+    if not told:
+        expect(page.get_by_text("Waiting for a step that is counted.")).to_be_visible()
+        page.clock.fast_forward(30_000)
+    expect(answers(page)).to_contain_text("You said hello.")
+
+
 def test_an_answer_that_was_not_counted_says_so(page):
     """The server has counted nothing yet when a short answer is over."""
     told = []
@@ -1513,6 +1562,9 @@ def test_a_step_that_was_counted_after_an_answer_is_not_shown_below_it(page):
     page.route("**/pipes", lambda route: route.fulfill(json=PIPES) if is_over else held.append(route))
     page.reload()
     button(page, "Pipes").click()
+    wait_until(lambda: page.evaluate("compiling.size"))
+    held.pop().fulfill(status=204)                              # what counts is compiled
+    wait_until(lambda: not page.evaluate("compiling.size"))
     say(page, "hello")
     expect(page.get_by_text("Waiting for a step that is counted.")).to_be_visible()
     is_over.append(True)

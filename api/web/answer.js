@@ -6,9 +6,10 @@ const headers = () => ({"Content-Type": "application/json", ...apiKey && {Author
 /** Where a path of the server is. A proxy may have the page at /llm, without a slash behind it. */
 const at = path => `${location.pathname.replace(/\/$/, "")}/${path}`;
 
-/** What is asked of the server, GET, as JSON; null where it says nothing. */
-async function ask(path, signal) {
-  const response = await fetch(at(path), {headers: headers(), signal}).catch(() => null);
+/** What is asked of the server, GET or with something `posted`, as JSON; null where it says nothing. */
+async function ask(path, signal, posted) {
+  const sent = posted && {method: "POST", body: JSON.stringify(posted)};
+  const response = await fetch(at(path), {headers: headers(), signal, ...sent}).catch(() => null);
   if (response?.status === 401) $("key-field").hidden = false;
   return response?.status === 200 ? response.json().catch(() => null) : null;
 }
@@ -109,7 +110,7 @@ const isLoading = async signal => (await healthOf(signal).catch(() => ({}))).sta
 const SAVE_SECONDS = 2;     // a tab that dies loses no more of an answer than this
 const MOST_ANSWERS = 4;     // at a time: browsers open six connections to a server, and short questions need some
 
-// conversation -> {chat, message, model, abort, request, isEarly, ahead, read, began} while its answer is written
+// conversation -> {chat, message, model, abort, request, compiled, isEarly, ahead, read, began} while it is answered
 const running = new Map();
 const isRunning = own => running.get(own.chat) === own;
 
@@ -131,9 +132,12 @@ async function generate() {
   showBusy();
   keep(own);
   showAll();
+  own.compiled = untilCompiled(own);
   watchQueue(own);
   watchPipes(own);
   try {
+    await own.compiled;
+    own.began = performance.now();
     times.before = await expertsUsed(own);
     const response = await begin(own, signal);
     times.head = true;

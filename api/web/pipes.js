@@ -4,7 +4,8 @@
 const HUES = {dp4a: 190, dp2a: 205, imad: 220, fp32: 35, ffma: 15, half2: 330, half: 345, integer: 250, special: 85,
   conversion: 65, shuffle: 130, vote: 145, shared: 280, global: 300, local: 310, atomic: 320, barrier: 0, branch: 110};
 
-const WAITING = "Waiting for a step that is counted. The first time, what counts is compiled, for some seconds.";
+const WAITING = "Waiting for a step that is counted. The first time, the answer begins when what counts is compiled, "
+  + "in some seconds.";
 const MISSED = "No step of this answer was counted: it was over too soon. Ask again.";
 const awaited = new Set();              // the answers of which a count is wanted, and none is there yet
 
@@ -58,6 +59,7 @@ async function watchPipes(own) {
   const update = () => { turns.find(turn => turn.message === own.message)?.update(); scrollDown(); };
   if (!own.message.pipes && isCounting()) awaited.add(own.message);
   update();
+  await own.compiled;
   for (let isOver = false; !isOver && isCounting();) {
     isOver = !isRunning(own);
     const told = await askOf(own.model, "pipes");
@@ -83,9 +85,26 @@ function isStepOf({began, ended}, told) {
 
 const isCounting = () => Boolean(settings.showsPipes) && !$("show-pipes").hidden;
 
+const MOST_COMPILING = 30;      // seconds that an answer waits at most for what counts its steps
+const compiling = new Map();    // name of a model -> what the server tells once what counts there is compiled
+
 /** Has the server compile what counts, before a short answer is over by then. */
-function expectPipes() {
-  if (isCounting() && !running.size) askOf(modelOf(chat), "pipes");
+async function expectPipes() {
+  const model = isCounting() && !running.size && modelOf(chat);
+  if (!model || compiling.has(model.model)) return;
+  compiling.set(model.model, askOf(model, "pipes"));
+  await compiling.get(model.model);
+  compiling.delete(model.model);
+}
+
+/** Before an answer that is to be counted: waits until what counts is compiled. Where a step was counted before, it is;
+ *  the server says so at once. */
+async function untilCompiled({model, abort: {signal}}) {
+  const isCompiled = compiling.get(model?.model);
+  if (!isCompiled || !isCounting()) return;
+  const isCounted = askOf(model, "pipes", signal).then(told => told ?? isCompiled);
+  const isStopped = new Promise(stop => signal.addEventListener("abort", stop));
+  await Promise.race([isCounted, isStopped, sleep(MOST_COMPILING)]);
 }
 
 function showPipes() {

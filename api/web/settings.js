@@ -36,11 +36,21 @@ function fillSettings() {
 
 /** Shows in empty fields what the server chooses there. */
 async function showDefaults() {
-  const chosen = (await askOf(modelOf(chat), "props"))?.default_generation_settings?.params ?? {};
+  const model = modelOf(chat);
+  showThinking(model);
+  const chosen = (await askOf(model, "props"))?.default_generation_settings?.params ?? {};
   for (const [name] of SAMPLING) {
     const isOff = chosen[name] === (name === "top_p" ? 1 : name === "max_tokens" || name === "seed" ? -1 : 0);
     $(name).placeholder = isOff && UNLIMITED[name] || (chosen[name] ?? "default");
   }
+}
+
+/** Whether a model thinks of its own accord: then its prompt ends with the tag that begins thoughts. */
+async function showThinking(model) {
+  const asked = {model: model?.model, messages: [{role: "user", content: "?"}]};
+  const prompt = model?.state === "unloaded" ? null : (await ask("apply-template", null, asked))?.prompt;
+  const does = prompt && (/<think>\s*$/.test(prompt) ? "on" : "off");
+  $("thinking").options[0].text = does ? `default (${does})` : "default";
 }
 
 function isToolList(text) {
