@@ -9,7 +9,8 @@ const at = path => `${location.pathname.replace(/\/$/, "")}/${path}`;
 /** What is asked of the server, GET or with something `posted`, as JSON; null where it says nothing. */
 async function ask(path, signal, posted) {
   const sent = posted && {method: "POST", body: JSON.stringify(posted)};
-  const response = await fetch(at(path), {headers: headers(), signal, ...sent}).catch(() => null);
+  const how = {headers: headers(), signal, cache: "no-store", ...sent};       // else the same question waits for itself
+  const response = await fetch(at(path), how).catch(() => null);
   if (response?.status === 401) $("key-field").hidden = false;
   return response?.status === 200 ? response.json().catch(() => null) : null;
 }
