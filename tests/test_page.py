@@ -1001,6 +1001,15 @@ def test_a_picture_to_try(seeing):
     assert told(engine) == [64] and re.search(r"How many (red|green|blue) circles are there\?", prompts(engine)[-1])
 
 
+def test_white_pictures_have_an_edge_and_chips_of_one_line_are_equal(seeing):
+    _, page = seeing
+    assert page.locator("#suggested img").evaluate("e => getComputedStyle(e).outlineStyle") == "solid"
+    chips = page.get_by_role("group", name="Suggested questions").get_by_role("button").all()
+    assert len({chip.bounding_box()["height"] for chip in chips[:-1]}) == 1       # the last one has a picture
+    add(page, PHOTO)
+    assert chosen(page).evaluate("e => getComputedStyle(e).outlineStyle") == "solid"
+
+
 def test_pictures_that_take_long_are_told_of(seeing):
     engine, page = seeing
     engine.delay = 3
@@ -1492,6 +1501,9 @@ def test_the_bar_of_pipes_asks_only_while_it_is_shown_and_something_runs(page, e
     assert widths[0] == pytest.approx(2 * widths[1], rel=0.05)
     expect(page.get_by_role("region", name="Pipes of the card")).to_contain_text(
         "46 launches, 0.001 million instructions of warps, 12.9 MB moved. A CMP 100-210 would take 85 µs, by estimate.")
+    for width in range(400, 320, -4):
+        page.set_viewport_size({"width": width, "height": 800})
+        assert page.get_by_text("CMP 100-210", exact=True).evaluate("name => name.getClientRects().length") == 1
     button(page, "Stop").click()
     button(page, "Pipes").click()
     expect(bar).not_to_be_visible()

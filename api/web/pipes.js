@@ -32,10 +32,11 @@ function makeMeter() {
 function draw({tokens, launches, pipes, megabytes, card, estimated_seconds: seconds}, {step, bar, legend, parts}) {
   const shown = Object.entries(pipes).filter(([, n]) => n).sort((a, b) => b[1] - a[1]);
   const total = shown.reduce((sum, [, n]) => sum + n, 0), share = n => `${rounded(100 * n / total)} %`;
-  step.textContent = `The last step counted, of ${count(tokens, "token")}: ${launches} launches, `
-    + `${rounded(total / 1e6)} million instructions of warps, ${rounded(megabytes)} MB moved.`
-    + (seconds ? ` A ${card} would take ${rounded(1e6 * seconds)} µs, by estimate.` : "")
-    + " Counting slows an answer down.";
+  const estimate = seconds ? [" A ", el("span", {class: "card"}, card),
+    ` would take ${rounded(1e6 * seconds)} µs, by estimate.`] : [];
+  step.replaceChildren(`The last step counted, of ${count(tokens, "token")}: ${launches} launches, `
+    + `${rounded(total / 1e6)} million instructions of warps, ${rounded(megabytes)} MB moved.`,
+    ...estimate, " Counting slows an answer down.");
   const colour = name => `oklch(.66 .11 ${HUES[name] ?? 0})`;
   for (const [name, n] of shown) {
     const part = parts[name] ??= bar.appendChild(el("div"));
