@@ -6,7 +6,7 @@ const HUES = {dp4a: 190, dp2a: 205, imad: 220, fp32: 35, ffma: 15, half2: 330, h
 
 const WAITING = "Waiting for a step that is counted. The first time, the answer begins when what counts is compiled, "
   + "in some seconds.";
-const MISSED = "No step of this answer was counted: it was over too soon. Ask again.";
+const MISSED = "No step of this answer was counted: it was over too soon.";
 const awaited = new Set();              // the answers of which a count is wanted, and none is there yet
 
 /** The meter of one answer. `update(message)` shows what /pipes said while the answer was written. */
