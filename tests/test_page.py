@@ -507,10 +507,11 @@ def test_formulas(page):
 
 
 MONEY = ["It costs $5 or $6.", "From $1,000 to $2,000.", "between $5-$10", "US$5 (CA$7)", "It is $5/month or $60/year.",
-         "A price of 5$ and 6$.", "cost: 5$, or 6$ each", "JPY or US$, A$, C$", "A$5 and B$6", "I have $20, he has 10$.",
-         "pay $5 (5$) now", "save $100 (10% of $1,000)", "~$5 vs ~$6", "$5k–$10k", "$HOME/$USER", "echo $PATH:$HOME"]
-FORMULAS = ["$x$", "$x$-axis", "($x$)", "if $n$=5", "$3 x + 2$ is one", "$2(x + 1)$, $[0, 1)$", "H$_2$O", "90$^\\circ$C",
-            "5 $\\mu$m", "the $n$th", "two $k$s", "_$x$_ is emphasised", "$x$는 수이다", "costs $5, where $n = 3$",
+         "A price of 5$ and 6$.", "cost: 5$, or 6$ each", "JPY or US$, A$, C$", "A$5 and B$6", "~$5 vs ~$6",
+         "I have $20, he has 10$.", "pay $5 (5$) now", "save $100 (10% of $1,000)", "$5k–$10k", "$HOME/$USER",
+         "echo $PATH:$HOME"]
+FORMULAS = ["$x$", "$x$-axis", "($x$)", "if $n$=5", "$3 x + 2$ is one", "$2(x + 1)$, $[0, 1)$", "H$_2$O", "two $k$s",
+            "90$^\\circ$C", "5 $\\mu$m", "the $n$th", "_$x$_ is emphasised", "$x$는 수이다", "costs $5, where $n = 3$",
             "$20 \\text{ of the } n$"]
 SHOWN = """text => {
     const box = document.createElement("div");
