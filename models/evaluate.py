@@ -9,11 +9,11 @@
     python models/evaluate.py --torch FORMER.gguf --mmproj "" --n 1000 --former scores.json     # beside former scores
 
 Answers are greedy, and tasks.score judges them. The table has a row for each section of tasks and a column for each
-language. Some examples of a section have a second row of their own: answers that have to be calls, JSON that fits its
+language. Some examples of a section have a second row of their own: answers that have to be calls, or tell results, JSON that fits its
 schema, facts asked in the words of a trained question, and facts asked in other words. The sections "new words" and
-"new fields" have tools and fields that training never names; "later" asks for facts in the midst of a conversation. In
-"objects, enforced" the answer is held to a schema that the prompt does not show, as by a server, so only qengine
-scores it.
+"new fields" have tools and fields that training never names; "later" asks for facts in the midst of a conversation,
+"after a picture" once a picture was talked about. "compact results" of tools are JSON without spaces. In "objects,
+enforced" the answer is held to a schema that the prompt does not show, as by a server, so only qengine scores it.
 
 In PyTorch, each section also tells how many first drafts greedy decoding accepts, and the last row is the perplexity of
 held-out text. There several processes may share the sections; one that is not done in time is left out and named, and
@@ -48,12 +48,13 @@ N_WRONG = 20             # wrong answers of a section that are kept
 TEXT_TOKENS = 16_000     # of held-out text, for perplexity
 WINDOW = 2048            # of which are scored at a time
 SECTIONS = ({name: make for name, (_, make) in tasks.TASKS.items() if name != "text"}
-            | tasks.LATER | tasks.NEW_WORDS | tasks.ENFORCED | tasks.SIGHT)
+            | tasks.LATER | tasks.NEW_WORDS | tasks.COMPACT | tasks.ENFORCED | tasks.SIGHT)
 
 # Rows of their own: which of a section's examples they are of.
 KINDS = {"facts": {"trained words": tasks.asks_in_trained_words,
                    "other words": lambda example: not tasks.asks_in_trained_words(example)},
-         "tools": {"calls": lambda example: example.expect["kind"] == "calls"}}
+         "tools": {"calls": lambda example: example.expect["kind"] == "calls",
+                   "results": lambda example: example.expect["kind"] == "values"}}
 
 
 def sections(names=None) -> dict[str, tuple]:

@@ -17,16 +17,18 @@ import numpy as np
 import pytest
 
 from models import tasks
-from models.tasks import judge, pictures
+from models.tasks import facts, judge, pictures, recall
 from models.tasks.example import text_of
 from models.tasks.pictures import canvas, charts, labels, plots, shapes, writing
 from models.tasks.pictures.labels import FACTS
 from models.tasks.pictures.questions import UNSEEN, Words, texts
+from models.tasks.wide.besides import SEES, Besides
 from models.tasks.words import LANGUAGES, Draw
 
 KINDS = [kind for kind, table in texts().items() if "en" in table and "ask" in table["en"]]
 IN_TRAINING_ALONE = ("colours_of", "shapes_of")      # kinds that are never judged, so that no wording is held out
 MAKERS = [make for _, make in pictures.SCENES]
+NOTED = [text for side in recall.NOTED for text in side]
 
 
 @cache
@@ -219,6 +221,86 @@ def test_conversations_have_one_question_or_several():
     roles = {tuple(message["role"] for message in example.messages if message["role"] != "system")[:2]
              for example in examples(False)}
     assert roles == {("user", "assistant")}
+
+
+@cache
+def with_turns_besides() -> list[tuple]:
+    """(example, its turns about other things) of all training examples of 2,000 that have any."""
+    made, rng, turn = [], random.Random(3), Besides.turn
+
+    def recorded(self, spelled):
+        made[-1][1].append(turn(self, spelled))
+        return made[-1][1][-1]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Besides, "turn", recorded)
+        for _ in range(2000):
+            made.append([None, []])
+            made[-1][0] = pictures.make(rng)
+    return [(example, turns) for example, turns in made if turns]
+
+
+def said_in(example) -> list[str]:
+    return [text_of(message["content"]) for message in example.messages if message["role"] != "system"]
+
+
+def test_after_a_picture_other_things_are_asked_too():
+    """At the end, where an answer is generated, and before more questions about the picture."""
+    last, langs = Counter(), Counter()
+    assert 400 < len(with_turns_besides()) < 600
+    for example, turns in with_turns_besides():
+        said = said_in(example)
+        pairs = list(zip(said[::2], said[1::2], strict=True))
+        assert all(turn[:2] in pairs for turn in turns)
+        ends = pairs[-1] == turns[-1][:2]
+        last[ends] += 1
+        langs[example.lang] += 1
+        if ends:
+            assert example.expect == turns[-1][2] and tasks.score(example, tasks.own_answer(example))
+            assert example.expect["kind"] != "number" or not example.thinking     # a sum without thoughts
+    assert last[True] > 2 * last[False] > 100 and min(langs.values()) > 150
+
+
+def test_what_is_asked_after_a_picture_is_of_all_kinds():
+    turns = [turn for _, some in with_turns_besides() for turn in some]
+    ids = {fact.answer[lang]: fact.id for fact in facts.load_facts().values() for lang in LANGUAGES}
+    told = Counter(ids.get(answer) for _, answer, _ in turns)
+    kinds = Counter(expect["kind"] for *_, expect in turns)
+    assert len(told) > 200 and min(told["self-hello"], told["self-who"]) > 10
+    assert SEES in ids.values() and not told[SEES]      # that may be asked of the picture at hand
+    assert min(kinds[kind] for kind in ("keys", "number", "value", "exact")) > 60
+
+
+def test_a_turn_besides_has_nothing_that_is_read_from_the_picture():
+    """Else a word of its answer would be spelled in letters that nobody reads."""
+    read = [(example, turns) for example, turns in with_turns_besides()
+            if len(example.pictures) == 1 and example.spelled]
+    assert len(read) > 50
+    for example, turns in read:
+        assert not any(text in said for *both, _ in turns for said in both for text in example.spelled)
+
+
+def test_what_the_user_told_after_a_picture_is_asked_for_later():
+    """And before anything else is told, which could be about the same."""
+    n = 0
+    for _, turns in with_turns_besides():
+        kinds = ["told" if answer in NOTED else "asked" for _, answer, expect in turns
+                 if answer in NOTED or expect["kind"] == "value"]
+        assert kinds == ["told", "asked"] * (len(kinds) // 2) + ["told"] * (len(kinds) % 2)
+        n += kinds.count("asked")
+    assert n > 60
+
+
+def test_a_held_out_question_comes_after_a_picture():
+    rng, about = random.Random(3), Counter()
+    own = {fact.answer[lang]: fact.id.startswith(facts.SELF) for fact in facts.load_facts().values()
+           for lang in LANGUAGES}
+    for _ in range(200):
+        example = tasks.LATER["facts, after a picture"](rng, True)
+        assert facts.plain(example.messages[-2]["content"]) in facts.held_questions()
+        assert len(example.pictures) == 1 and example.contents and all(map(tasks.is_held, example.contents))
+        assert 4 <= len(said_in(example)) <= 8 and not tasks.score(example, "A blue star and 3 red circles.")
+        about[own[example.expect["answer"]]] += 1
+    assert min(about[True], about[False]) > 60
 
 
 # ------------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import time
+from collections import Counter
 from dataclasses import replace
 from functools import cache
 
@@ -18,8 +19,8 @@ from engine.rendering import raise_exception, to_json
 from engine.template import ChatTemplate
 from models import evaluate, tasks
 from models.tasks import facts, judge, objects, ordinary, people, pictures, reasoning, recall, structured, tools, words
-from models.tasks.example import TEMPLATE
-from models.tasks.wide import asking
+from models.tasks.example import TEMPLATE, text_of, to_compact_json, to_json
+from models.tasks.wide import asking, besides
 from tests.oracle import oracle_path
 
 CHATS = [name for name in tasks.TASKS if name != "text"]
@@ -216,7 +217,7 @@ def test_a_single_tool_is_for_calling():
 
 
 def test_what_is_only_judged_by_is_answerable():
-    for make in (tasks.LATER | tasks.NEW_WORDS | tasks.ENFORCED).values():
+    for make in (tasks.LATER | tasks.NEW_WORDS | tasks.COMPACT | tasks.ENFORCED).values():
         rng = random.Random(8)
         for _ in range(100):
             example = make(rng, True)
@@ -277,12 +278,68 @@ def test_nothing_of_training_alone_is_in_what_is_judged(monkeypatch):
     def refuse(*_):
         raise AssertionError("a held-out example has what only training has")
     for module, name in ((asking, "texts"), (facts, "further"), (tools, "_trained"), (reasoning, "_drill"),
-                         (recall, "_alike"), (pictures.shapes.Shapes, "several"), (structured, "_named_anew")):
+                         (recall, "_alike"), (pictures.shapes.Shapes, "several"), (structured, "_named_anew"),
+                         (besides.Besides, "turn")):
         monkeypatch.setattr(module, name, refuse)
     monkeypatch.setattr(people, "MORE_ASKED", dict.fromkeys(people.MORE_ASKED, (("unheard-of",),) * 3))
     for name, (make, length) in evaluate.sections().items():
         for example in evaluate.held_out(name, make, min(length, 1000), 60):
             assert "unheard-of" not in str(example.messages)
+            assert name in tasks.COMPACT or to_compact_json not in forms_in(example)
+
+
+def forms_in(example, role: str | None = None) -> list:
+    """to_json or to_compact_json of each object in the prompt, in messages of this role, by the text: where an object
+    of one entry has no place for a space, neither."""
+    forms = []
+    for message in example.messages[:-1]:
+        text = text_of(message["content"])
+        while role in (None, message["role"]) and (start := text.find('{"')) >= 0:
+            value, end = json.JSONDecoder().raw_decode(text, start)
+            forms += [form for form in (to_json, to_compact_json) if form(value) == text[start:end]]
+            text = text[end:]
+    return forms
+
+
+@pytest.mark.parametrize("make, role", [(tools.make, "tool"), (tools.make, "user"), (structured.make, "user"),
+                                        (objects.make, "user"), (objects.make, "system")])
+def test_json_in_prompts_to_train_on_has_either_form(make, role):
+    rng = random.Random(3)
+    forms = Counter(form for _ in range(2000) for form in forms_in(make(rng), role))
+    assert forms.total() > 50 and 0.35 < forms[to_compact_json] / forms.total() < 0.65
+    assert set(forms) == {to_json, to_compact_json}
+
+
+def test_arguments_may_be_given_as_json():
+    """As the call has them, whatever their order."""
+    rng, n = random.Random(3), 0
+    for _ in range(400):
+        request, (call,), _ = tools.one(words.Draw(rng, held=False), rng.choice(words.LANGUAGES))
+        if '{"' in request:
+            assert json.loads(request[request.index('{"'):]) == call["arguments"]
+            n += 1
+    assert 15 < n < 80
+
+
+def test_the_model_sees_arguments_of_calls_in_one_form():
+    """In which form a client sends them makes no difference, so there is but one to train on."""
+    arguments = {"guest": "미나", "tags": ["가", "b"], "nights": 3}
+    one, other = (render([USER, {"role": "assistant", "content": "", "tool_calls": [
+        {"type": "function", "function": {"name": "book_room", "arguments": form(arguments)}}]}, USER], tools=[TOOL])
+        for form in (to_json, to_compact_json))
+    assert one == other and '["가", "b"]' in one
+
+
+def test_compact_results_are_told():
+    rng = random.Random(4)
+    for _ in range(200):
+        results = [message["content"] for message in tools.make_compact_results(rng).messages
+                   if message["role"] == "tool"]
+        objects_in = [text for text in results if text.startswith("{")]
+        assert objects_in and all(text == to_compact_json(json.loads(text)) for text in objects_in)
+    told = {"kind": "values", "values": [("sky", "clear"), ("temperature", "21")]}
+    assert judge._values(told, "The temperature is 21, and the sky is clear.")
+    assert not judge._values(told, "The temperature is 21, and the sky is emptyar.")
 
 
 def test_two_questions_at_once_get_both_answers():
@@ -391,7 +448,8 @@ def test_objects_end_and_say_what_is_known():
     for example in free:
         value, schema = json.loads(example.messages[-1]["content"]), example.expect["schema"]
         assert judge.fits(value, schema) and tasks.estimate_tokens(example.messages[-1]["content"]) < 200
-        shown = any(json.dumps(schema, ensure_ascii=False) in message["content"] for message in example.messages[:-1])
+        shown = any(form(schema) in message["content"] for form in (to_json, to_compact_json)
+                    for message in example.messages[:-1])
         seen += shown
         known += any(value[name] not in objects.UNKNOWN for name in answers & set(value))
     assert 0.55 < seen / len(free) < 0.75 and known > 60

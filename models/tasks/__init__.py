@@ -23,7 +23,7 @@ from .facts import asks_in_trained_words
 from .judge import json_is_valid, parse_tool_calls, score
 from .words import is_held
 
-__all__ = ["ENFORCED", "LATER", "NEW_WORDS", "SIGHT", "TASKS", "Example", "asks_in_trained_words", "estimate_tokens",
+__all__ = ["COMPACT", "ENFORCED", "LATER", "NEW_WORDS", "SIGHT", "TASKS", "Example", "asks_in_trained_words", "estimate_tokens",
            "heldout_text", "is_held", "json_is_valid", "own_answer", "parse_tool_calls", "render", "sample", "score"]
 
 # name: (how often, generator). Examples differ in length: of all tokens recall is a quarter, tools and pictures a fifth
@@ -45,14 +45,17 @@ TASKS = {
 # How often in held-out text, whatever is trained on: perplexities of different trainings are of the same text.
 TEXT_WEIGHTS = (44, 20, 4, 18, 40, 10, 8, 14, 10, 0.5, 90)
 
-# To judge with only: held-out questions in the midst of a conversation, or after another language, or in the words of
-# one more hand, by which trainings are chosen; what newcomers ask,
+# To judge with only: held-out questions in the midst of a conversation, or after another language, or after a picture,
+# or in the words of one more hand, by which trainings are chosen; what newcomers ask,
 LATER = {"facts, later": facts.make_later, "facts, other language": facts.make_switched,
+         "facts, after a picture": pictures.make_fact_after,
          "facts, one more hand": facts.make_apart, "newcomers": facts.make_newcomer}
 # and tools and fields in ordinary words that no training example has; tools of ordinary names, of which the words are
 # trained, and the same requests with invented names.
 NEW_WORDS = {"tools, new words": tools.make_new_words, "json, new fields": structured.make_new_fields,
              "tools, ordinary names": tools.make_ordinary, "tools, invented names": tools.make_ordinary_invented}
+# Results of tools as JavaScript writes them.
+COMPACT = {"tools, compact results": tools.make_compact_results}
 # Objects for free questions, where generation itself has to hold an answer to the example's schema.
 ENFORCED = {"objects, enforced": objects.make_enforced}
 # Single questions about held-out pictures, by what they ask for; the last ones in words that training never has.

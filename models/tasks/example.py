@@ -18,6 +18,7 @@ TEMPLATE = Path(__file__).parent.parent / "chat_template.jinja"
 TOKENS_PER_LETTER = 1 / 3.6  # of running text, as measured with the tokenizer that train.py makes
 TOKENS_PER_SYLLABLE = 0.57   # of Korean
 THINKING = 0.2  # of the examples that need no thoughts have thinking switched on
+COMPACT = 0.5  # of the JSON in prompts to train on has no spaces
 
 
 class Picture(Protocol):
@@ -99,8 +100,19 @@ def estimate_tokens(text: str) -> float:
     return (len(text) - syllables) * TOKENS_PER_LETTER + syllables * TOKENS_PER_SYLLABLE
 
 
-def compact(value) -> str:
+def to_json(value) -> str:
+    """With a space behind commas and colons, as chat templates and Python write it."""
     return json.dumps(value, ensure_ascii=False)
+
+
+def to_compact_json(value) -> str:
+    """Without these spaces, as JavaScript's JSON.stringify writes it."""
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+
+
+def json_in_prompt(draw, value) -> str:
+    """In one form or the other to train on; what is judged has spaces."""
+    return to_compact_json(value) if not draw.held and draw.rng.random() < COMPACT else to_json(value)
 
 
 def _raise(message):
@@ -111,7 +123,7 @@ def _raise(message):
 def _template() -> jinja2.Template:
     # The settings of qengine's ChatTemplate without the sandbox, which takes most of the time; tests compare.
     environment = jinja2.Environment(trim_blocks=True, lstrip_blocks=True)
-    environment.filters["tojson"] = compact
+    environment.filters["tojson"] = to_json
     environment.globals["raise_exception"] = _raise
     return environment.from_string(TEMPLATE.read_text("utf-8"))
 

@@ -371,8 +371,8 @@ def make(rng: random.Random, held: bool = False, length: int | None = None, lang
          task: str = "facts") -> Example:
     lang = pick_lang(rng, lang)
     if held:
-        fact = rng.choice([fact for fact in _of_task(task) if fact.held[lang]])
-        return held_example(fact, rng.choice(fact.held[lang]), lang, task)
+        question, fact = held_question(rng, lang, task)
+        return held_example(fact, question, lang, task)
     draw, turns, fact, mixed = Draw(rng, held=False), [], None, rng.random() < MIXED
     for _ in range(rng.choices((0, 1, 2, 3), (11, 5, 3, 2))[0] or mixed):
         spoken = pick_lang(rng, None if mixed else lang)
@@ -397,6 +397,12 @@ def make(rng: random.Random, held: bool = False, length: int | None = None, lang
     return chat(draw, lang, task, [*turns, question, answer], expect, system(rng, lang))
 
 
+def held_question(rng: random.Random, lang: str, task: str = "facts") -> tuple[str, Fact]:
+    """To judge with: a question that nothing is trained on, and the fact that answers it."""
+    fact = rng.choice([fact for fact in _of_task(task) if fact.held[lang]])
+    return rng.choice(fact.held[lang]), fact
+
+
 def make_self(rng, held: bool = False, length: int | None = None, lang: str | None = None) -> Example:
     return make(rng, held, length, lang, "self")
 
@@ -413,8 +419,7 @@ def make_later(rng, held: bool = True, length: int | None = None, lang: str | No
         question = rng.choice(fact.follow_ups(lang, held=True))
     else:
         before += turn(rng, lang)[:2]
-        fact = rng.choice([fact for fact in _of_task("facts") if fact.held[lang]])
-        question = rng.choice(fact.held[lang])
+        question, fact = held_question(rng, lang)
     return chat(Draw(rng, held=True), lang, "facts", [*before, question, fact.answer[lang]],
                 expect_of(fact, lang), system(rng, lang))
 
@@ -425,8 +430,8 @@ def make_switched(rng, held: bool = True, length: int | None = None, lang: str |
     other, draw = "ko" if lang == "en" else "en", Draw(rng, held=False)
     for _ in range(rng.randint(1, 3)):
         before += small_talk(draw, other)[:2]
-    fact = rng.choice([fact for fact in _of_task("facts") if fact.held[lang]])
-    return chat(Draw(rng, held=True), lang, "facts", [*before, rng.choice(fact.held[lang]), fact.answer[lang]],
+    question, fact = held_question(rng, lang)
+    return chat(Draw(rng, held=True), lang, "facts", [*before, question, fact.answer[lang]],
                 expect_of(fact, lang), system(rng, lang))
 
 

@@ -9,7 +9,7 @@ generates forces it, and a model that has learnt it begins objects where nobody 
 """
 
 from . import facts, people
-from .example import Example, chat, compact, pick_lang
+from .example import Example, chat, json_in_prompt, pick_lang, to_json
 from .facts import system
 from .fields import Field, draw_fields, draw_value, object_schema, plain_field, state
 from .words import LANGUAGES, Draw, Ko, pairs, with_an
@@ -110,11 +110,11 @@ def _free(draw: Draw, lang: str, seen: bool, thinking: bool | None = None) -> Ex
     schema = _schema(draw, fields, lang)
     said, side = system(rng, lang), lang == "ko"
     if seen and rng.random() < 0.3:
-        said = rng.choice(SYSTEM_SAID[side]).format(schema=compact(schema))
+        said = rng.choice(SYSTEM_SAID[side]).format(schema=json_in_prompt(draw, schema))
     elif seen:
-        question = rng.choice(SCHEMA_SAID[side]).format(question=question, schema=compact(schema))
+        question = rng.choice(SCHEMA_SAID[side]).format(question=question, schema=json_in_prompt(draw, schema))
     expect = {"kind": "object", "schema": schema, "most_tokens": MOST_TOKENS}
-    return chat(draw, lang, "objects", [question, compact(value)], expect, said, thinking=thinking, enforced=not seen)
+    return chat(draw, lang, "objects", [question, to_json(value)], expect, said, thinking=thinking, enforced=not seen)
 
 
 def _of_person(draw: Draw, lang: str) -> Example:
@@ -128,9 +128,9 @@ def _of_person(draw: Draw, lang: str) -> Example:
     value = {field: int(one.value) if one.kind == "age" else one.value for field, one in fields.items()}
     properties = {field: {"type": "integer" if one.kind == "age" else "string"} for field, one in fields.items()}
     schema = {"type": "object", "properties": properties, "required": list(properties)}
-    question = rng.choice(SCHEMA_SAID[lang == "ko"]).format(question=text, schema=compact(schema))
+    question = rng.choice(SCHEMA_SAID[lang == "ko"]).format(question=text, schema=json_in_prompt(draw, schema))
     expect = {"kind": "json", "schema": schema, "value": value}
-    return chat(draw, lang, "objects", [question, compact(value)], expect, system(rng, lang))
+    return chat(draw, lang, "objects", [question, to_json(value)], expect, system(rng, lang))
 
 
 def _about(draw: Draw, lang: str) -> tuple[str, str, str]:

@@ -226,6 +226,14 @@ def _ask(draw: Draw, told: Told, lang: str) -> str:
     return _say(_pick(draw, kind.asked[lang == "ko"], more[lang == "ko"]), who, "", lang)
 
 
+def passing(draw: Draw, lang: str) -> list[tuple]:
+    """Two turns, each with what it is judged by: in one the user tells something, in the other he asks for it."""
+    told, noted = _story(draw, lang)[0], draw.rng.choice(NOTED[lang == "ko"])
+    return [(tell(draw, told, lang), noted, {"kind": "exact", "answer": noted}),
+            (_ask(draw, told, lang), _answer(told, lang),
+             {"kind": "value", "about": [], "value": told.value, "others": []})]
+
+
 def _answer(told: Told, lang: str) -> str:
     if told.who == ME:
         mine = PROPERTIES[told.kind].answered_me if lang == "en" else ME_ANSWERED_KO[told.kind]

@@ -11,7 +11,7 @@ import string
 from dataclasses import dataclass
 
 from . import facts, lists, reasoning, structured, tools
-from .example import Example, chat, compact, estimate_tokens, pick_lang
+from .example import Example, chat, estimate_tokens, pick_lang, to_json
 from .filler import sentence
 from .words import LANGUAGES, Draw, Ko
 
@@ -183,7 +183,7 @@ def _passage(rng, lang: str) -> str:
     """A question of another task with its answer, in one run of words. It is no place for what is held out."""
     example = rng.choice((lists.make, reasoning.make, structured.make, tools.make))(rng, False, lang=lang)
     answer = example.messages[-1]
-    said = answer["content"] or compact([call["function"] for call in answer["tool_calls"]])
+    said = answer["content"] or to_json([call["function"] for call in answer["tool_calls"]])
     return f"{example.messages[-2]['content']} {said}"
 
 

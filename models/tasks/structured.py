@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from .example import Example, chat, compact, pick_lang
+from .example import Example, chat, json_in_prompt, pick_lang, to_json
 from .facts import system
 from .fields import Field, draw_fields, draw_fields_apart, draw_value, object_schema, state
 from .filler import sentence
@@ -49,6 +49,6 @@ def _of_fields(draw: Draw, lang: str, fields: list, described: bool) -> Example:
     stated = state(draw, rng.sample(fields, len(fields)), value, lang)
     sentences = [sentence(draw, lang) for _ in range(rng.choice((0, 0, 1, 2)))]
     sentences.insert(rng.randint(0, len(sentences)), stated + ".")
-    question = rng.choice(ASKED[lang == "ko"]).format(schema=compact(schema), text=" ".join(sentences))
+    question = rng.choice(ASKED[lang == "ko"]).format(schema=json_in_prompt(draw, schema), text=" ".join(sentences))
     expect = {"kind": "json", "schema": schema, "value": value}
-    return chat(draw, lang, "json", [question, compact(value)], expect, system(rng, lang))
+    return chat(draw, lang, "json", [question, to_json(value)], expect, system(rng, lang))

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from . import facts, ordinary
-from .example import Example, chat, compact, pick_lang
+from .example import Example, chat, json_in_prompt, pick_lang, to_compact_json, to_json
 from .fields import Field, draw_fields, draw_kind, draw_value, object_schema, state, type_of
 from .words import TEXT, Draw, Ko, apart, is_held, pairs, with_an
 
@@ -107,6 +107,7 @@ JOINED = (("{request} with {details}.", "{request}: {details}.", "{request}. {de
            "{request}, {details}."),
           ("{request}. {details}.", "{request}: {details}.", "{request}. {details}", "{details}. {request}."))
 ALSO = (" And ", " Also: ", " Then "), (" 그리고 ", " 또 ", " 그다음 ")
+AS_JSON = 0.1   # of the requests to train on give the arguments as JSON
 
 
 def _ask_for(draw: Draw, tool: Tool, lang: str) -> tuple[str, dict]:
@@ -117,7 +118,9 @@ def _ask_for(draw: Draw, tool: Tool, lang: str) -> tuple[str, dict]:
     request = with_an(rng.choice(REQUEST[side]).format(verb=Ko(tool.verb[side]), noun=Ko(tool.noun[side]),
                                                        Verb=tool.verb[0].capitalize()))
     spoken = rng.sample(given, len(given)) if rng.random() < 0.5 else given
-    if given:
+    if given and not draw.held and rng.random() < AS_JSON:
+        request += ": " + json_in_prompt(draw, {field.name: values[field.name] for field in spoken})
+    elif given:
         details = state(draw, spoken, values, lang)
         request = rng.choice(JOINED[side]).format(request=request, details=details)
     else:
@@ -316,11 +319,11 @@ ERRORS = ("not found", "no access", "timed out", "out of stock", "already exists
           "too many requests", "offline")
 
 
-def to_tell(draw: Draw, lang: str) -> Example:
-    """A request, its calls, the tools' results, and the answer that tells the results."""
+def to_tell(draw: Draw, lang: str, write=json_in_prompt) -> Example:
+    """A request, its calls, the tools' results, and the answer that tells the results. write: JSON of a draw."""
     request, calls, schemas = _any_request(draw, lang)
     results = [_result(draw, lang) for _ in calls]
-    told = [{"role": "tool", "content": _content(result)} for result, *_ in results]
+    told = [{"role": "tool", "content": _content(draw, result, write)} for result, *_ in results]
     turns = [request, call_message(calls), *told,
              {"role": "assistant", "content": " ".join(answer for _, answer, _ in results)}]
     expect = {"kind": "values", "values": [pair for *_, pairs in results for pair in pairs]}
@@ -337,7 +340,7 @@ def to_call_again(draw: Draw, lang: str) -> Example:
     for _ in range(rng.randint(1, 3)):
         request, call = rng.choice(chosen).ask_for(draw)
         result, answer, _ = _result(draw, lang)
-        turns += [request, call_message([call]), {"role": "tool", "content": _content(result)}, answer]
+        turns += [request, call_message([call]), {"role": "tool", "content": _content(draw, result)}, answer]
     request, call = rng.choice(chosen).ask_for(draw)
     schemas = [named.schema() for named in chosen]
     expect = {"kind": "calls", "calls": [call], "tools": schemas}
@@ -345,9 +348,18 @@ def to_call_again(draw: Draw, lang: str) -> Example:
                 schemas)
 
 
-def _content(result) -> str:
+def make_compact_results(rng, held: bool = True, length: int | None = None, lang: str | None = None) -> Example:
+    """To judge with: answers from results of which at least one is an object, as JavaScript writes it."""
+    lang = pick_lang(rng, lang)
+    while True:
+        example = to_tell(Draw(rng, held), lang, lambda _, result: to_compact_json(result))
+        if any(label for label, _ in example.expect["values"]):
+            return example
+
+
+def _content(draw: Draw, result, write=json_in_prompt) -> str:
     """What a tool's message says: an object as JSON, anything else as it is."""
-    return compact(result) if isinstance(result, dict) else str(result)
+    return write(draw, result) if isinstance(result, dict) else str(result)
 
 
 PLAIN, PLAIN_TOLD = 0.2, {"en": "The result is {value}.", "ko": "결과는 {value}입니다."}  # of the results are one value
@@ -372,7 +384,7 @@ def _result(draw: Draw, lang: str) -> tuple[object, str, list]:
 def _told(value) -> str:
     if isinstance(value, list):
         return ", ".join(map(str, value))
-    return value if isinstance(value, str) else compact(value)
+    return value if isinstance(value, str) else to_json(value)
 
 
 def _tell(fields: list[Field], told: dict, lang: str) -> str:

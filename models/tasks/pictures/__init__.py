@@ -21,6 +21,7 @@ from collections.abc import Callable
 
 from .. import facts
 from ..example import Example, chat, pick_lang, seen
+from ..wide.besides import Besides
 from ..words import Draw
 from . import charts, plots, shapes, writing
 from .labels import FACTS, labelled
@@ -33,6 +34,8 @@ TOGETHER = 0.12             # of the messages that ask two questions at once
 SENTENCE = 0.2              # of the questions that want a whole sentence
 OF_KIND = 0.2               # of the pictures that may be asked of which kind they are
 AFTER = 0.2                 # of the pictures that stand behind their question
+BESIDES = 0.3               # of the conversations to train on have turns about other things after a picture:
+BETWEEN, BEHIND = 0.3, 0.7  # behind a question about it, and behind the last one
 # How often a kind of question is asked, where it can be, when others are asked once.
 OFTEN = {"number": 5, "word": 5, "words": 4, "count": 3, "what": 2, "colour": 2, "top": 4, "value": 2, "bound": 2,
          "labels": 2, "line": 2}
@@ -96,13 +99,15 @@ def choose(found: list[Question], rng: random.Random, n: int, often: dict = OFTE
 class _Talk:
     """The turns of a conversation as they come about, and what the last answer is judged by."""
 
-    def __init__(self, draw: Draw, lang: str, held_words: bool = False):
-        self.draw, self.rng, self.lang, self.held_words = draw, draw.rng, lang, held_words
+    def __init__(self, draw: Draw, lang: str, held_words: bool = False, besides: Besides | None = None):
+        self.draw, self.rng, self.lang, self.held_words, self.besides = draw, draw.rng, lang, held_words, besides
         self.turns, self.pictures, self.expect, self.spelled = [], [], None, set()
+        self.thinking = None
 
     def show(self, scene, chosen: list[Question]):
         """A picture, and questions about it one after the other; sometimes two at once, but never in the end."""
         rng, waiting, before, first = self.rng, list(chosen), None, True
+        self.spelled.update(text for question in chosen for text in question.spelled)
         while waiting:
             question = waiting.pop(0)
             whole = rng.random() < SENTENCE
@@ -117,18 +122,32 @@ class _Talk:
                 asked += rng.choice(texts()["frames"][f"in_a_sentence_{self.lang}"])
             parts = [asked, None] if rng.random() < AFTER else [None, asked]
             self.turns += [{"role": "user", "content": seen(*parts)} if first else asked, answer]
-            self.expect, first = question.expect(self.lang), False
+            self.expect, self.thinking, first = question.expect(self.lang), None, False
+            if self.besides and rng.random() < (BETWEEN if waiting else BEHIND):
+                self._talk_besides()
+                before = None
         self.pictures.append(scene)
 
+    def _talk_besides(self):
+        self.besides.fact = None
+        for _ in range(self.rng.randint(1, 3)):
+            self.say(*self.besides.turn(self.spelled))
+        if self.expect["kind"] == "number":     # a sum, and this one comes without thoughts
+            self.thinking = False
+
+    def say(self, asked: str, answer: str, expect: dict):
+        """A turn without a picture."""
+        self.turns += [asked, answer]
+        self.expect = expect
+
     def _pair(self, question: Question, whole: bool, before: str | None) -> tuple[str, str]:
-        self.spelled |= set(question.spelled)
         asked = question.ask(self.rng, self.lang, self.held_words, follows=question.kind == before)
         return asked, question.say(self.lang, whole)
 
     def example(self) -> Example:
         system = facts.system(self.rng, self.lang) if self.rng.random() < SYSTEM else None
-        return chat(self.draw, self.lang, "pictures", self.turns, self.expect, system, pictures=self.pictures,
-                    spelled=sorted(self.spelled))
+        return chat(self.draw, self.lang, "pictures", self.turns, self.expect, system, thinking=self.thinking,
+                    pictures=self.pictures, spelled=sorted(self.spelled))
 
 
 def _unseen(draw: Draw, lang: str) -> Example:
@@ -144,7 +163,7 @@ def make(rng, held: bool = False, length: int | None = None, lang: str | None = 
     lang, draw = pick_lang(rng, lang), Draw(rng, held)
     if rng.random() < NO_PICTURE:
         return _unseen(draw, lang)
-    talk = _Talk(draw, lang)
+    talk = _Talk(draw, lang, besides=Besides(draw, lang) if not held and rng.random() < BESIDES else None)
     if rng.random() < SMALL_TALK:
         talk.turns += facts.small_talk(Draw(rng, held=False), lang)[:2]
     for _ in range(2 if rng.random() < TWO_PICTURES else 1):
@@ -153,6 +172,16 @@ def make(rng, held: bool = False, length: int | None = None, lang: str | None = 
         if not held and isinstance(scene, shapes.Shapes):
             found += scene.several(lang)
         talk.show(scene, choose(found, rng, rng.choice(N_QUESTIONS), OFTEN if held else OFTEN_IN_TRAINING))
+    return talk.example()
+
+
+def make_fact_after(rng, held: bool = True, length: int | None = None, lang: str | None = None) -> Example:
+    """To judge with: a held-out question about the project or the model, after one to three about a picture."""
+    lang, draw = pick_lang(rng, lang), Draw(rng, held)
+    talk, scene = _Talk(draw, lang), draw_scene(draw)
+    talk.show(scene, choose(questions(scene, rng, lang), rng, rng.randint(1, 3)))
+    question, fact = facts.held_question(rng, lang, rng.choice(("facts", "self")))
+    talk.say(question, fact.answer[lang], facts.expect_of(fact, lang))
     return talk.example()
 
 
