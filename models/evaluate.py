@@ -9,11 +9,12 @@
     python models/evaluate.py --torch FORMER.gguf --mmproj "" --n 1000 --former scores.json     # beside former scores
 
 Answers are greedy, and tasks.score judges them. The table has a row for each section of tasks and a column for each
-language. Some examples of a section have a second row of their own: answers that have to be calls, or tell results, JSON that fits its
-schema, facts asked in the words of a trained question, and facts asked in other words. The sections "new words" and
-"new fields" have tools and fields that training never names; "later" asks for facts in the midst of a conversation,
-"after a picture" once a picture was talked about. "compact results" of tools are JSON without spaces. In "objects,
-enforced" the answer is held to a schema that the prompt does not show, as by a server, so only qengine scores it.
+language. Some examples of a section have a second row of their own: answers that have to be calls or to tell results,
+JSON that fits its schema, facts asked in the words of a trained question, and facts asked in other words. The sections
+"new words" and "new fields" have tools and fields that training never names; "later" asks for facts in the midst of a
+conversation, "after a picture" once a picture was talked about. "Compact results" of tools are JSON without spaces. In
+"objects, enforced" the answer is held to a schema that the prompt does not show, as by a server, so only qengine
+scores it.
 
 In PyTorch, each section also tells how many first drafts greedy decoding accepts, and the last row is the perplexity of
 held-out text. There several processes may share the sections; one that is not done in time is left out and named, and

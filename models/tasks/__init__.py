@@ -23,11 +23,12 @@ from .facts import asks_in_trained_words
 from .judge import json_is_valid, parse_tool_calls, score
 from .words import is_held
 
-__all__ = ["COMPACT", "ENFORCED", "LATER", "NEW_WORDS", "SIGHT", "TASKS", "Example", "asks_in_trained_words", "estimate_tokens",
-           "heldout_text", "is_held", "json_is_valid", "own_answer", "parse_tool_calls", "render", "sample", "score"]
+__all__ = ["COMPACT", "ENFORCED", "LATER", "NEW_WORDS", "SIGHT", "TASKS", "Example", "asks_in_trained_words",
+           "estimate_tokens", "heldout_text", "is_held", "json_is_valid", "own_answer", "parse_tool_calls", "render",
+           "sample", "score"]
 
-# name: (how often, generator). Examples differ in length: of all tokens recall is a quarter, tools and pictures a fifth
-# each, facts a seventh, while self, people, reasoning and lists together are an eighth.
+# name: (how often, generator). Examples differ in length: of all tokens pictures are a quarter, recall nearly as much,
+# tools a fifth, facts a seventh, while self, people, reasoning and lists together are an eighth.
 TASKS = {
     "facts": (84, facts.make),
     "self": (26, facts.make_self),
