@@ -30,7 +30,7 @@ MAX_KEY_BYTES = 65535  # the longest key that the GGUF specification allows
 # The name of one part of a model: what all parts have in common, the part's number from 1 on, and how many there are.
 PART_NAME = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf", re.DOTALL)
 OF_ONE_PART = {"split.no", "general.alignment"}     # keys in which the parts of a model may differ
-HEADERS = "headers"     # the name of a folder whose files have nothing behind their headers
+HEADERS = "qengine-headers-"    # begins the name of a folder whose files have nothing behind their headers
 
 
 @dataclass(frozen=True)
@@ -159,20 +159,20 @@ class File(Keys):
     tensors    name -> TensorInfo
     bytes      the whole file, mapped into memory: for the header. Tensors are read (engine/reading.py), since the file
                may be cut meanwhile
-    data_start where the header ends, in bytes
 
-    A file in a folder that is named HEADERS has nothing behind its header (engine/hub.py). Its tensors are not read.
+    header_bytes: the header must end within so many bytes; None: within the file. A file in a folder whose name begins
+    with HEADERS has nothing behind its header (engine/hub.py). Its tensors are not read.
 
     Counts and lengths are compared with the bytes that are left before anything is allocated, so that a
     damaged file ends in a `ModelError` at once. Format: github.com/ggml-org/ggml/blob/master/docs/gguf.md
     """
 
-    def __init__(self, path: str | Path):
+    def __init__(self, path: str | Path, header_bytes: int | None = None):
         self.path = str(path)
         self.metadata: dict = {}
         self.tensors: dict[str, TensorInfo] = {}
         self.bytes = self._map()
-        cursor = _Cursor(self.bytes, self.path)
+        cursor = _Cursor(self.bytes[:header_bytes], self.path)
         n_tensors, n_keys = self._read_header(cursor)
         for _ in range(n_keys):
             self._read_key(cursor)
@@ -194,7 +194,7 @@ class File(Keys):
         """Fills `into`, uint8, with the bytes of a tensor from `start` on. Raises ModelError if the file has been cut
         since it was opened, if the disk fails, or if the file has only its header."""
         tensor = self.tensors[name]
-        if Path(self.path).parent.name == HEADERS:
+        if Path(self.path).parent.name.startswith(HEADERS):
             raise ModelError(f"{self.path}: tensor '{name}' cannot be read: only the header of this file was fetched")
         try:
             read_into(self._file, tensor.offset + start, into)
@@ -216,7 +216,7 @@ class File(Keys):
         n_tensors = cursor.number("<Q", "the tensor count")
         n_keys = cursor.number("<Q", "the key count")
         least = n_tensors * 32 + n_keys * 13  # the smallest table rows there can be
-        if least > len(self.bytes) - cursor.at:
+        if least > len(cursor.data) - cursor.at:
             cursor.fail(f"the file ends early: it claims {n_tensors} tensors and {n_keys} keys", 8)
         return n_tensors, n_keys
 
@@ -255,7 +255,7 @@ class File(Keys):
         alignment = self.get("general.alignment", int, 32)
         if alignment < 8 or alignment & (alignment - 1) or alignment > 1 << 20:
             raise ModelError(f"{self.path}: key 'general.alignment' is {alignment}, not a power of two >= 8")
-        self.data_start = start = -(-cursor.at // alignment) * alignment
+        start = -(-cursor.at // alignment) * alignment
         end = len(self.bytes)
         used = start
         for tensor, at in sorted(rows, key=lambda row: row[0].offset):

@@ -47,6 +47,7 @@ MOST_LISTED = 20
 BEGUN = ".incomplete"       # behind the name of a file in the cache that has not come as a whole
 HEADER_BYTES = 4 << 20      # of a file are read at first for its header; with a large vocabulary it has more
 MOST_HEADER_BYTES = 1 << 28
+MOST_BYTES = 1 << 45        # that a file may claim to have
 
 
 @dataclass(frozen=True)
@@ -374,32 +375,38 @@ def fetched_headers(repository: str, files: list[str], commit: str) -> str:
     """The path of a file with the header of the first of these files; those of the others lie beside it. Behind the
     header is a hole, as long as the data is. The files are gone when the program ends."""
     import huggingface_hub
-    folder = Path(tempfile.mkdtemp(prefix="qengine-"), HEADERS)
-    atexit.register(shutil.rmtree, folder.parent, ignore_errors=True)
-    folder.mkdir()
-    for file in files:
-        address = huggingface_hub.hf_hub_url(repository, file, revision=commit)
-        fetch_header(address, folder / os.path.basename(file), huggingface_hub.get_hf_file_metadata(address).size)
+    try:
+        folder = Path(tempfile.mkdtemp(prefix=HEADERS))
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+        for file in files:
+            address = huggingface_hub.hf_hub_url(repository, file, revision=commit)
+            fetch_header(address, folder / os.path.basename(file), huggingface_hub.get_hf_file_metadata(address).size)
+    except OSError as error:
+        if error.errno is None:     # of the connection
+            raise
+        raise ModelError(f"headers cannot be kept in {tempfile.gettempdir()}: {error.strerror}; TMPDIR may name "
+                         "another place") from None
     return str(folder / os.path.basename(files[0]))
 
 
-def fetch_header(address: str, path: Path, n_bytes: int):
+def fetch_header(address: str, path: Path, n_bytes: int | None):
     """Makes a file of n_bytes that has the header of the one at an address. Raises ModelError if that is no GGUF
     file."""
-    begin, end = 0, HEADER_BYTES
+    if n_bytes is None or not 0 < n_bytes <= MOST_BYTES:
+        raise ModelError(f"{path.name}: the Hub says that it has {n_bytes} bytes")
+    begin, end = 0, min(HEADER_BYTES, n_bytes)
     while True:
-        end = min(end, n_bytes)
         with open(path, "r+b" if begin else "wb") as out:
             out.seek(begin)
             read_range(address, begin, end, out)
             out.truncate(n_bytes)
         try:
-            if File(path).data_start <= end:
-                return
-        except ModelError:      # what was read may end within the header
+            File(path, header_bytes=end)
+            return
+        except ModelError as error:     # the header may go on
             if end == n_bytes or end >= MOST_HEADER_BYTES:
-                raise
-        begin, end = end, 2 * end
+                raise ModelError(str(error).replace(f"{path.parent}{os.sep}", "")) from None
+        begin, end = end, min(2 * end, n_bytes)
 
 
 def read_range(address: str, begin: int, end: int, out):

@@ -493,7 +493,9 @@ def test_of_a_header_as_much_is_read_as_it_has(hub, tmp_path, takes_ranges):
     path, said, _ = ask_for_headers(hub, tmp_path, "hf:us/Tiny-GGUF")
     whole, file = File(TINY), File(path)
     end = 1000 * 2**(len(hub.files_asked()) - 1)
-    assert end / 2 < whole.data_start <= end < len(MODEL) and len(hub.files_asked()) > 1
+    assert 1000 < end < len(MODEL) and File(TINY, header_bytes=end)
+    with pytest.raises(ModelError, match="ends early"):
+        File(TINY, header_bytes=end // 2)
     assert file.tensors == whole.tensors and path.read_bytes() == MODEL[:end] + bytes(len(MODEL) - end)
     with pytest.raises(ModelError, match="only the header of this file was fetched"):
         GGUF(path).data(next(iter(file.tensors)))
@@ -504,12 +506,51 @@ def test_headers_of_what_is_in_the_cache_are_read_there(hub, tmp_path):
     assert ask_for_headers(hub, tmp_path, "hf:us/Tiny-GGUF")[0] == path
 
 
+@pytest.fixture(scope="module")
+def odd():
+    """Files whose headers are odd: a vocabulary alone, of 59 bytes; one key that claims 60 million texts; no byte."""
+    def header(n_keys, *values):
+        return b"GGUF" + struct.pack("<IQQ", 3, 0, n_keys) + b"".join(values)
+
+    texts = struct.pack("<Q1sIIQ", 1, b"k", 9, 8, 60_000_000)
+    keys = header(1, struct.pack("<Q9sII", 9, b"somewhere", 4, 7))
+    with serving({"us/Keys": Repository({"K-Q8_0.gguf": keys}),
+                  "us/Hole": Repository({"H-Q8_0.gguf": header(1, texts) + bytes(480_000_000)}),
+                  "us/None": Repository({"N-Q8_0.gguf": b""})}) as hub:
+        yield hub
+
+
+@pytest.mark.parametrize("takes_ranges", [True, False])
+def test_a_header_without_tensors_is_asked_for_once(odd, tmp_path, takes_ranges):
+    odd.takes_ranges, odd.asked = takes_ranges, []
+    path, said, _ = ask_for_headers(odd, tmp_path, "hf:us/Keys")
+    assert File(path).metadata == {"somewhere": 7}, said
+    assert len(odd.files_asked()) == 1
+
+
+def test_a_header_is_not_read_beyond_what_was_fetched(odd, tmp_path):
+    """Zeros in the hole behind it are no texts."""
+    odd.takes_ranges, odd.asked = True, []
+    _, said, _ = ask_for_headers(odd, tmp_path, "hf:us/Hole", most=16_000)
+    assert said.startswith("H-Q8_0.gguf: the file ends early: key 'k' claims 60000000 strings")
+    assert odd.files_asked()[-1] == "us/Hole/H-Q8_0.gguf bytes=8000-15999"
+    _, said, _ = ask_for_headers(odd, tmp_path, "hf:us/None")
+    assert said == "N-Q8_0.gguf: the Hub says that it has 0 bytes"
+
+
+def test_a_place_for_headers_that_cannot_be_written_is_named(hub, tmp_path):
+    before = ("import sys, tempfile, engine.hub as ours; tempfile.tempdir = '/proc/nowhere'; "
+              "sys.modules['__main__'].local_path = lambda name, note: ours.local_path(ours.HeadersOf(name), note)")
+    _, said, _ = ask(hub, tmp_path, "hf:us/Tiny-GGUF", before)
+    assert said.startswith("headers cannot be kept in /proc/nowhere: ") and said.endswith("TMPDIR may name another place")
+
+
 def test_headers_that_never_end_and_files_without_any(hub, tmp_path):
     _, said, _ = ask_for_headers(hub, tmp_path, "hf:us/Tiny-GGUF", most=4000)
-    assert "Tiny-Q4_K_M.gguf: " in said
+    assert said.startswith("Tiny-Q4_K_M.gguf: the file ends early")
     assert hub.files_asked()[-1] == "us/Tiny-GGUF/Tiny-Q4_K_M.gguf bytes=2000-3999"
     _, said, _ = ask_for_headers(hub, tmp_path, "hf:us/Parts-GGUF:Q6_K")
-    assert "M-Q6_K.gguf: " in said
+    assert said.startswith("M-Q6_K.gguf: ")
     hub.cuts[:] = [10] * 20
     _, said, _ = ask_for_headers(hub, tmp_path, "hf:us/Tiny-GGUF")
     assert said.startswith("hf:us/Tiny-GGUF: the download broke off")
