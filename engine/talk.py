@@ -6,6 +6,7 @@ templates then write a token for each, and `prompt_fields` (engine/images.py) gi
     messages ──shown──> messages with Pictures ──chat template──> text ──prompt_fields──> fields of a Request
 """
 
+import contextlib
 import dataclasses
 import difflib
 import os
@@ -19,7 +20,7 @@ from PIL import Image
 
 from engine.images import FILE_BYTES, Picture, Reader, prompt_fields
 from engine.reply import Content, Reply, boundaries, check_budget, opening_of
-from engine.request import Delta, Request, RequestError
+from engine.request import Generation, Request, RequestError
 from engine.sight import BLIND
 from engine.text_engine import TextEngine
 
@@ -55,27 +56,37 @@ def chat(engine: TextEngine, messages: list[dict], thinking: bool | None = None,
 def stream(engine: TextEngine, messages: list[dict], thinking: bool | None = None,
            template_kwargs: dict | None = None, on_thought: Callable[[str], object] | None = None,
            **sampling) -> Iterator[str]:
-    """The answer of `chat`, in pieces as they come. Whoever stops reading ends the answer. on_thought: called with each
-    piece of the thoughts, which are no part of what is yielded."""
+    """The answer of `chat`, in pieces as they come. The call begins the answer, and raises what `chat` raises. Whoever
+    stops reading, or never reads, ends the answer. on_thought: called with each piece of the thoughts, which are no
+    part of what is yielded."""
     text, pictures = rendered(engine, messages, thinking, template_kwargs)
     opening = opening_of(text, engine.template.source, thinking)
     bounds = boundaries(engine.tokenizer.tags, opening)
     if sampling.get("thinking_budget") is not None:
         check_budget("thinking_budget", opening, bounds)
     request = asked(prompt_fields(engine.encode(text), pictures, engine.eyes), bounds | sampling)
-    reply = Reply(engine.tokenizer, opening, special=request.special)
-    for delta in deltas_of(engine.submit(request)):
-        for part in reply.push(delta):
-            if isinstance(part, Content):
-                yield part.text
-            elif on_thought:
-                on_thought(part.text)
+    pieces = pieces_of(engine.submit(request), Reply(engine.tokenizer, opening, special=request.special), on_thought)
+    next(pieces)        # a generator that has not begun ends nothing when it is closed
+    return pieces
 
 
-def deltas_of(generation) -> Iterator[Delta]:
-    """What a Generation says. It ends when nobody reads on."""
+def pieces_of(generation: Generation, reply: Reply, on_thought: Callable[[str], object] | None) -> Iterator[str]:
+    """The text of a Generation, after a first "". See `stream`."""
+    with ending(generation):
+        yield ""
+        for delta in generation:
+            for part in reply.push(delta):
+                if isinstance(part, Content):
+                    yield part.text
+                elif on_thought:
+                    on_thought(part.text)
+
+
+@contextlib.contextmanager
+def ending(generation: Generation):
+    """The Generation ends with the `with` body."""
     try:
-        yield from generation
+        yield generation
     finally:
         generation.cancel()
 
@@ -95,7 +106,8 @@ def generate(engine: TextEngine, prompt: str | list[int], **sampling) -> str:
     if is_conversation(prompt) or isinstance(prompt, dict):
         raise RequestError("prompt", "generate takes a text or token ids; for messages: engine.chat(messages)")
     request = asked({"prompt_ids": ids_of(engine, prompt)}, sampling)
-    text = "".join(delta.text for delta in deltas_of(engine.submit(request)))
+    with ending(engine.submit(request)) as generation:
+        text = "".join(delta.text for delta in generation)
     if not text and isinstance(prompt, str) and engine.template is not None:
         warnings.warn("the model said nothing. It knows conversations, and the prompt is none: "
                       'try engine.chat([{"role": "user", "content": prompt}])', stacklevel=2)

@@ -64,13 +64,37 @@ def test_an_answer_in_pieces():
     engine = tiny_engine()
     pieces = list(engine.stream(ASK, thinking=False, max_tokens=8))
     assert len(pieces) > 1 and "".join(pieces) == engine.chat(ASK, thinking=False, max_tokens=8)
-    reading = engine.stream(ASK, thinking=False, max_tokens=1000, ignore_eos=True)
-    next(reading)
-    reading.close()
+    for is_read in True, False:
+        reading = engine.stream(ASK, thinking=False, max_tokens=1000, ignore_eos=True)
+        if is_read:
+            next(reading)
+        reading.close()
+        wait_for(lambda: not engine.stats()["requests_running"] + engine.stats()["requests_waiting"])
+
+
+def wait_for(reached):
     deadline = time.monotonic() + 60
-    while engine.stats()["requests_running"]:
+    while not reached():
         assert time.monotonic() < deadline
         time.sleep(0.01)
+
+
+def test_a_stream_begins_before_it_is_read():
+    """Two of them run side by side, and what becomes of the messages later changes neither."""
+    engine, others, asked = tiny_engine(), [{"role": "user", "content": "Good bye"}], [dict(ASK[0])]
+    answers = [engine.chat(messages, thinking=False, max_tokens=8) for messages in (ASK, others)]
+    before = engine.stats()["generated_tokens"]
+    streams = [engine.stream(messages, thinking=False, max_tokens=8) for messages in (asked, others)]
+    asked[0]["content"] = "Never mind"
+    wait_for(lambda: engine.stats()["generated_tokens"] - before == 16)
+    assert ["".join(pieces) for pieces in streams] == answers
+
+
+@pytest.mark.parametrize("messages, sampling, said", [
+    (ASK, {"temperature": 9}, "temperature"), (ASK, {"max_token": 3}, "is max_tokens meant"), ("Hello", {}, "messages")])
+def test_a_stream_is_refused_at_the_call(messages, sampling, said):
+    with pytest.raises(RequestError, match=said):
+        tiny_engine().stream(messages, **sampling)
 
 
 @pytest.mark.parametrize("script, thinking, thoughts, text", [
