@@ -182,15 +182,17 @@ def set_aside(planner):
 def load_models(wanted: list[Wanted], release) -> Models:
     """The models of a server, those loaded that always are. release(engine): closes an engine and gives back its
     memory. Raises ModelError, RequestError, CardError; then none stays loaded."""
-    deck, served = Deck(wanted[0]), {}
+    deck, served, taken = Deck(wanted[0]), {}, set()
     empty = deck.planned()
     with contextlib.ExitStack() as stack:
         for one in in_order(wanted):
             cards = deck.of(one)
             if one.idle is None:
-                with naming_room(one, empty):
+                is_alone = taken.isdisjoint(card.name for card in cards)
+                with contextlib.nullcontext() if is_alone else naming_room(one, empty):
                     engine = one.load(cards if one is wanted[0] else twins(cards))
                 stack.callback(engine.close)
+                taken.update(card.name for card in engine.cards)
                 served[id(one)] = Served(engine, one.aliases, one.defaults)
             else:
                 with naming_room(one, empty):

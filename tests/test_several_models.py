@@ -183,6 +183,25 @@ def test_a_model_that_fits_alone_is_told_what_makes_room(monkeypatch, idle):
             assert (sentence in str(caught.value)) == is_told
 
 
+@pytest.mark.parametrize("numbers, is_told", [((0,), False), ((0, 0), True), ((0, 1), False)])
+def test_others_make_room_only_on_cards_that_they_are_on(monkeypatch, numbers, is_told):
+    """The last model's card has less memory than it says: what else runs on this machine takes it."""
+    cards, load = [EmulatedCard(number, 1 << 30) for number in (0, 1)], qengine.load
+    monkeypatch.setattr(qengine, "open_cards", lambda which: [cards[int(which[-1])]])
+
+    def load_all_but_the_last(model, *arguments, **options):
+        if model.name == f"m{len(numbers) - 1}":
+            raise OutOfMemory("cuMemAlloc of 1.0 GB: out of memory")
+        return load(model, *arguments, **options)
+    monkeypatch.setattr(qengine, "load", load_all_but_the_last)
+    settings = "ctx=512,checkpoint-memory=1,kv-tokens=512"
+    wanted = open_models(parsed(*(word for i, number in enumerate(numbers)
+                                  for word in ("-m", f"m{i}={TINY},{settings},card=cuda:{number}"))))
+    with pytest.raises(OutOfMemory, match="cuMemAlloc") as caught:
+        load_models(wanted, free)
+    assert ("alone it would fit" in str(caught.value)) == is_told
+
+
 def test_checkpoints_of_one_model_of_several_make_room_for_it(monkeypatch):
     """Its share of the card is the most that it takes, unless the command line says it."""
     first, second = f"a={TINY},ctx=512,checkpoint-memory=1,kv-tokens=512", f"b={TINY},ctx=512,kv-tokens=16384"
