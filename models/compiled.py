@@ -4,16 +4,18 @@ Three kinds of blocks and the head's loss are compiled, each once: all blocks of
 phase, and share what was compiled. Everything else is few calls. A block's kernels are the first ones that the
 compiler thinks of: to time several of each takes longer than a short run gains by it.
 
-What a first part of a run has compiled lies in its checkpoint's folder, and the next part begins with it.
+What one part of a run has compiled lies in a file, and another part that is given this file begins with it. PyTorch
+writes pickles there, and reading a pickle can run any program. So the file is no part of a checkpoint, which can come
+from anyone: whoever trains names it.
 """
 
+import os
 from pathlib import Path
 
 import torch
 
 from models.checkpoint import Checkpoint
 
-FILE = "compiled.bin"
 OPTIONS = {"triton.autotune_pointwise": False}
 
 
@@ -24,13 +26,16 @@ def compile_blocks(checkpoint: Checkpoint):
     checkpoint.network.head_loss = torch.compile(checkpoint.network.head_loss, dynamic=False, options=OPTIONS)
 
 
-def keep(folder: str | Path):
-    """Writes into a checkpoint's folder what this process has compiled, or found there."""
+def keep(file: str | Path):
+    """Writes into a file what this process has compiled, or found there. A process that is killed leaves the former
+    file whole."""
     if artifacts := torch.compiler.save_cache_artifacts():
-        (Path(folder) / FILE).write_bytes(artifacts[0])
+        Path(f"{file}.new").write_bytes(artifacts[0])
+        os.replace(f"{file}.new", file)
 
 
-def find(folder: str | Path):
-    """Makes what lies in a checkpoint's folder known to this process's compiler."""
-    if (file := Path(folder) / FILE).exists():
-        torch.compiler.load_cache_artifacts(file.read_bytes())
+def find(file: str | Path):
+    """Makes what lies in a file known to this process's compiler; nothing if it is not there yet. Runs whatever the
+    file says: only for one's own."""
+    if Path(file).exists():
+        torch.compiler.load_cache_artifacts(Path(file).read_bytes())

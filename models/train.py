@@ -2,8 +2,10 @@
 
     python models/train.py --start FILE.gguf --tower MMPROJ.gguf --minutes 9               # on from files, on an H200
     python models/train.py --minutes 50 --rate 3e-3                                        # or from scratch
-    python models/train.py --start FILE.gguf --tower MMPROJ.gguf --minutes 11 --part 8     # or 8 minutes of 11, and
-    python models/train.py --minutes 11 --resume checkpoint --out checkpoint-2             # the others
+    python models/train.py --start FILE.gguf --tower MMPROJ.gguf --minutes 11 --part 8 \\
+        --compiled compiled.bin                                                            # or 8 minutes of 11, and
+    python models/train.py --minutes 11 --resume checkpoint --out checkpoint-2 \\
+        --compiled compiled.bin                                                            # the others
     python models/train.py --steps 2 --trial                                               # does it work, on a CPU?
 
 Training text and pictures are made on the fly by models/tasks. At first the tower alone has lessons (lessons.py): it
@@ -460,7 +462,7 @@ def _value(fields: dict, name: str):
     return fields[name].contents() if name in fields else None
 
 
-def main():
+def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--minutes", type=float, help="train for so long, with what was done before --resume")
     parser.add_argument("--steps", type=int, help="or for so many steps")
@@ -469,6 +471,10 @@ def main():
     parser.add_argument("--start", metavar="FILE", help="a model file with whose network and tokenizer a run begins")
     parser.add_argument("--tower", metavar="FILE", help="the file with the tower of a run that starts from a file")
     parser.add_argument("--resume", metavar="DIR", help="go on from this checkpoint")
+    parser.add_argument("--compiled", metavar="FILE",
+                        help="keep here what is compiled for the card, and begin with what another part has kept here. "
+                             "The file holds pickles, which can run any program: name only your own, never one that "
+                             "came with somebody's checkpoint")
     parser.add_argument("--out", metavar="DIR", default="checkpoint", help="where the checkpoint goes")
     parser.add_argument("--rate", type=float, default=RATE,
                         help=f"learning rate of conversations: {RATE} unless given, which is for a network that was "
@@ -479,6 +485,11 @@ def main():
                              f"{TRIAL_TEXTS} texts, to try it on a CPU")
     parser.add_argument("--scores", type=int, default=0,
                         help="held-out examples per task to score at last, none unless given")
+    return parser
+
+
+def parse(parser: argparse.ArgumentParser, device: str) -> argparse.Namespace:
+    """The options of a run on a device. Ends the program where they do not go together."""
     options = parser.parse_args()
     if (options.minutes is None) == (options.steps is None):
         parser.error("give --minutes or --steps")
@@ -494,8 +505,17 @@ def main():
     complaint = complaint or options.tower and complaint_of_tower(options.tower, options.start)
     if complaint:
         parser.error(complaint)
+    if options.compiled and device == "cpu":
+        parser.error("--compiled is for a GPU: without one nothing is compiled")
+    if options.compiled and (Path(options.compiled).is_dir() or not Path(options.compiled).parent.is_dir()):
+        parser.error(f"--compiled {options.compiled} is no file, or in a folder that is not there")
+    return options
+
+
+def main():
+    parser, device = build_parser(), "cuda" if torch.cuda.is_available() else "cpu"
+    options = parse(parser, device)
     phases, n_texts = (TRIAL, TRIAL_TEXTS) if options.trial else (PHASES, TOKENIZER_TEXTS)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
     workers = max(1, os.cpu_count() - 2)
     torch.set_float32_matmul_precision("high")
     checkpoint = (load_checkpoint(options.resume) if options.resume else
@@ -504,14 +524,14 @@ def main():
     if checkpoint.tower is None:
         parser.error(f"{options.resume} has no tower, which is trained together with the network")
     if device == "cuda":
-        if options.resume:
-            compiled.find(options.resume)
+        if options.compiled:
+            compiled.find(options.compiled)
         compiled.compile_blocks(checkpoint)
 
     def save(each):
         save_checkpoint(options.out, each)
-        if device == "cuda" and options.part < math.inf:
-            compiled.keep(options.out)
+        if options.compiled:
+            compiled.keep(options.compiled)
     train(checkpoint, options.steps, options.minutes, phases=phases, rate=options.rate, workers=workers, device=device,
           log=lambda line: print(line, flush=True), part=options.part,
           save=save)

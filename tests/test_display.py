@@ -91,7 +91,7 @@ def test_a_stream_begins_before_it_is_read():
 
 
 @pytest.mark.parametrize("messages, sampling, said", [
-    (ASK, {"temperature": 9}, "temperature"), (ASK, {"max_token": 3}, "is max_tokens meant"), ("Hello", {}, "messages")])
+    (ASK, {"temperature": 9}, "temperature"), (ASK, {"max_token": 3}, "is max_tokens"), ("Hello", {}, "messages")])
 def test_a_stream_is_refused_at_the_call(messages, sampling, said):
     with pytest.raises(RequestError, match=said):
         tiny_engine().stream(messages, **sampling)

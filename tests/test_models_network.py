@@ -460,8 +460,10 @@ def test_the_phases_of_the_run():
     ([], "--minutes or --steps"), (["--steps", "2", "--resume", "x", "--start", "y"], "--start"),
     (["--steps", "2", "--tower", "x"], "--tower"),
     (["--steps", "2", "--resume", "x", "--seed", "1"], "seed"),
+    (["--steps", "2", "--compiled", "own.bin"], "--compiled is for a GPU"),
     (["--steps", "2", "--out", "."], "exists")])
 def test_options_that_are_refused(options, complaint, monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr("sys.argv", ["train.py", *options])
     with pytest.raises(SystemExit):
         train.main()
