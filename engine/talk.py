@@ -12,7 +12,7 @@ import difflib
 import os
 import reprlib
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Set
 from numbers import Integral
 from pathlib import Path
 
@@ -118,7 +118,8 @@ def ids_of(engine: TextEngine, prompt: str | list[int]) -> list[int]:
     """Token ids of a prompt, given as text or token ids. Raises RequestError."""
     if isinstance(prompt, str):
         return engine.encode(prompt)
-    ids = list(prompt) if isinstance(prompt, Iterable) else [None]
+    is_ordered = isinstance(prompt, Iterable) and not isinstance(prompt, bytes | bytearray | memoryview | Set)
+    ids = list(prompt) if is_ordered else [None]
     if not all(isinstance(token, Integral) for token in ids):
         raise RequestError("prompt", f"a prompt is a text or a list of token ids, and not {reprlib.repr(prompt)}")
     return ids
@@ -143,7 +144,8 @@ def rendered(engine: TextEngine, messages: list[dict], thinking: bool | None,
         raise RequestError("thinking", f"thinking is True, False or None, and not {thinking!r}")
     for i, message in enumerate(messages):
         if isinstance(message, dict) and message.get("content") is None and not message.get("tool_calls"):
-            raise RequestError(f"messages[{i}].content", f"messages[{i}] has no content; it has {', '.join(message)}")
+            raise RequestError(f"messages[{i}].content", f"messages[{i}] has no content; it has "
+                                                         f"{', '.join(map(str, message)) or 'nothing'}")
     messages = shown(messages, engine.eyes)
     text = engine.template.render(messages, enable_thinking=thinking, template_kwargs=template_kwargs)
     return text, pictures_in(messages)

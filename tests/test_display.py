@@ -122,6 +122,8 @@ def test_an_answer_of_thoughts_alone_is_told():
     (lambda engine: engine.chat(ASK, thinking=1), "^thinking is True, False or None, and not 1$"),
     (lambda engine: engine.look([{"role": "user", "contnet": "hi"}]),
      r"^messages\[0\] has no content; it has role, contnet$"),
+    (lambda engine: engine.chat([{1: 2}]), r"^messages\[0\] has no content; it has 1$"),
+    (lambda engine: engine.chat([{}]), r"^messages\[0\] has no content; it has nothing$"),
     (lambda engine: engine.chat([*ASK, {"role": "user", "content": None}]), r"^messages\[1\] has no content; it has"),
     (lambda engine: engine.chat(ASK, max_token=3), "^max_token is no field of a request; is max_tokens meant\\?$"),
     (lambda engine: engine.generate("a", xyz=3), "^xyz is no field of a request$"),
@@ -129,7 +131,7 @@ def test_an_answer_of_thoughts_alone_is_told():
     (lambda engine: engine.generate("a", stop=["a", None]), "^'stop' may hold 64 strings"),
     (lambda engine: engine.generate("a", stop_token_ids=-3), "^'stop_token_ids' may hold 64 token ids"),
     *[(lambda engine, prompt=prompt: engine.generate(prompt), "^a prompt is a text or a list of token ids, and not ")
-      for prompt in (5, None, ["a"], [1.5])]])
+      for prompt in (5, None, ["a"], [1.5], b"hello", bytearray(b"a"), memoryview(b"a"), {3, 4})]])
 def test_slips_are_told_in_a_sentence(call, said):
     with pytest.raises(RequestError, match=said):
         call(tiny_engine())
