@@ -19,6 +19,7 @@ from pathlib import Path
 
 import numpy as np
 from cuda.bindings import driver
+from cuda.pathfinder import DynamicLibNotFoundError
 
 from kernels import assembler
 from kernels import compile as compiler
@@ -53,8 +54,10 @@ def _count():
     """(number of cards that the driver knows of, a clause for the case that there are too few)."""
     try:
         status = driver.cuInit(0)[0]
-    except RuntimeError:
+    except DynamicLibNotFoundError:
         return 0, "NVIDIA's driver is not installed (there is no libcuda.so.1)"
+    except RuntimeError as error:       # of a function that the driver lacks
+        return 0, f"NVIDIA's driver is too old, 525 or newer is needed ({error})"
     if status not in (SUCCESS, driver.CUresult.CUDA_ERROR_NO_DEVICE):
         return 0, f"NVIDIA's driver does not start ({_explain(status)})"
     count = _call(driver.cuDeviceGetCount) if status == SUCCESS else 0

@@ -542,7 +542,8 @@ def test_a_place_for_headers_that_cannot_be_written_is_named(hub, tmp_path):
     before = ("import sys, tempfile, engine.hub as ours; tempfile.tempdir = '/proc/nowhere'; "
               "sys.modules['__main__'].local_path = lambda name, note: ours.local_path(ours.HeadersOf(name), note)")
     _, said, _ = ask(hub, tmp_path, "hf:us/Tiny-GGUF", before)
-    assert said.startswith("headers cannot be kept in /proc/nowhere: ") and said.endswith("TMPDIR may name another place")
+    assert said.startswith("headers cannot be kept in /proc/nowhere: ")
+    assert said.endswith("TMPDIR may name another place")
 
 
 def test_headers_that_never_end_and_files_without_any(hub, tmp_path):

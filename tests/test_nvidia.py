@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from cuda.pathfinder import DynamicLibNotFoundError
 from numba import cuda
 from numba.types import uint32
 
@@ -107,14 +108,15 @@ def test_choice(fake_card, monkeypatch):
 
 
 @pytest.mark.parametrize("status, why", [
-    (None, "NVIDIA's driver is not installed \\(there is no libcuda.so.1\\)"),
+    (DynamicLibNotFoundError("no library"), "NVIDIA's driver is not installed \\(there is no libcuda.so.1\\)"),
+    (RuntimeError("no cuInit_v2"), "NVIDIA's driver is too old, 525 or newer is needed \\(no cuInit_v2\\)"),
     (fake_driver.CUresult.CUDA_ERROR_SYSTEM_DRIVER_MISMATCH, "NVIDIA's driver does not start \\(CUDA_ERROR_SYSTEM_"),
     (fake_driver.CUresult.CUDA_ERROR_NO_DEVICE, "the driver knows of 0")])
 def test_a_card_without_a_working_driver_is_named(fake_card, monkeypatch, tmp_path, status, why):
     """It is a 3D controller, as mining cards are. No word of it where the machine has no such card."""
     def init(flags):
-        if status is None:
-            raise RuntimeError("no library")
+        if isinstance(status, Exception):
+            raise status
         return (status,)
 
     monkeypatch.setattr(fake_driver, "cuInit", init)
