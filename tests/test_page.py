@@ -1062,6 +1062,63 @@ def test_a_message_that_is_changed_keeps_its_pictures(seeing):
     assert told(engine) == [70, 64] and "one" not in prompts(engine)[-1]
 
 
+SLOW_BITMAPS = """() => {
+    const make = createImageBitmap;
+    createImageBitmap = async file => { await new Promise(go => window.goOn = go); return make(file); };
+}"""        # pictures are read when goOn() is called
+
+
+def test_pictures_are_not_thrown_away_by_an_edit(seeing):
+    """Neither those that were added nor those that were removed nor, while they are read, those to come."""
+    _, page = seeing
+    asked, is_agreed = [], False
+    page.on("dialog", lambda dialog: (asked.append(dialog.message), dialog.accept() if is_agreed else dialog.dismiss()))
+    add(page, PHOTO)
+    expect(chosen(page)).to_have_count(1)
+    say(page, "one")
+    change = button(page.get_by_role("article", name="You"), "Edit")
+    change.click()
+    button(page, "Cancel").click()
+    expect(chosen(page)).to_have_count(0)
+    assert not asked                                            # nothing was changed
+    change.click()
+    add(page, OTHER)
+    expect(chosen(page)).to_have_count(2)
+    button(page, "Cancel").click()
+    expect(chosen(page)).to_have_count(2)
+    assert len(asked) == 1
+    button(page, "Remove picture 2").click()
+    button(page, "Cancel").click()
+    assert len(asked) == 1                                      # the same again
+    change.click()
+    button(page, "Remove picture 1").click()
+    button(page, "Cancel").click()
+    assert len(asked) == 2
+    page.evaluate(SLOW_BITMAPS)
+    add(page, OTHER)
+    button(page, "Cancel").click()
+    expect(page.get_by_text("You are changing")).to_be_visible()
+    assert asked == ["Give up your changes?"] * 3
+    is_agreed = True
+    button(page, "Cancel").click()
+    page.evaluate("goOn()")
+    page.wait_for_function("!reading")
+    expect(chosen(page)).to_have_count(0)                       # it was given up
+
+
+def test_a_picture_of_the_draft_that_is_read_during_an_edit_stays_with_the_draft(seeing):
+    _, page = seeing
+    say(page, "one")
+    page.evaluate(SLOW_BITMAPS)
+    add(page, PHOTO)
+    button(page.get_by_role("article", name="You"), "Edit").click()
+    page.evaluate("goOn()")
+    page.wait_for_function("!reading")
+    expect(chosen(page)).to_have_count(0)
+    button(page, "Cancel").click()
+    expect(chosen(page)).to_have_count(1)
+
+
 @pytest.mark.parametrize("width, height", [(1500, 1000), (300, 2000), (500, 400)])
 def test_large_photos_are_made_smaller_before_they_are_sent(seeing, width, height):
     """As large as the model sees them, and still in the same proportions. Small files are sent as they are."""

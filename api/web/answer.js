@@ -26,7 +26,7 @@ const healthOf = async signal => (await fetch(at("health"), {signal})).json();
 function requestBody({chat: {messages: all}, message: {after}, model}) {
   const {system, thinking, tools, showsChats, showsPipes, ...sampling} = settings;
   const messages = thread({messages: all, head: after}).filter(
-    m => m.content || m.calls?.length || m.pictures?.some(pictureAt) || m.role === "tool");
+    m => m.content || m.calls?.length || urlsOf(m).length || m.role === "tool");
   return {
     messages: [...system ? [{role: "system", content: system}] : [], ...messages.map(wireMessage)],
     ...sampling, model: model?.model, stream: true, stream_options: {include_usage: true},
@@ -35,9 +35,9 @@ function requestBody({chat: {messages: all}, message: {after}, model}) {
   };
 }
 
-function wireMessage({role, content, call, calls, pictures}) {
+function wireMessage(message) {
+  const {role, content, call, calls} = message, urls = urlsOf(message);
   if (role === "tool") return {role, content, tool_call_id: call};
-  const urls = (pictures ?? []).map(pictureAt).filter(Boolean);
   if (urls.length) return {role, content: [
     ...urls.map(url => ({type: "image_url", image_url: {url}})), ...content ? [{type: "text", text: content}] : []]};
   if (!calls?.length) return {role, content};

@@ -13,18 +13,19 @@ const QUALITIES = [.93, .85, .75];  // of JPEG, the best that fits
 function edit(message) {
   if (!edited) draft = message ? {text: $("text").value, urls: chosen} : EMPTY;
   edited = message;
-  const isAnswer = message?.role === "assistant", urls = (message?.pictures ?? []).map(pictureAt).filter(Boolean);
+  const isAnswer = message?.role === "assistant";
   $("editing").hidden = !message;
   $("edited-kind").textContent = isAnswer ? "an answer" : "a message";
   $("send").textContent = isAnswer ? "Save" : "Send";
   $("text").value = message ? message.content : draft.text;
-  choose(message ? urls : draft.urls);
+  choose(message ? urlsOf(message) : draft.urls);
   turns.forEach(turn => turn.update());
   $("text").focus();
 }
 
 /** Whether nothing is lost if the message that is being changed is left, or the reader agrees to that. */
-const mayLeave = () => !edited || $("text").value === edited.content || confirm("Give up your changes?");
+const mayLeave = () => !edited || !isChanged() || confirm("Give up your changes?");
+const isChanged = () => reading || $("text").value !== edited.content || chosen.join() !== urlsOf(edited).join();
 
 /** Sends what the composer has. A changed message becomes a version beside the one before the change. */
 function send() {
@@ -84,18 +85,28 @@ function note(sentence) {
 async function addFiles(files) {
   if (!files.length) return;
   if (!sees) return note("This model has no eyes: it reads text alone.");
-  const mistakes = [];
+  const mistakes = [], former = edited;
   reading++;
   for (const file of files) {
     try {
       const url = await readPicture(file);
-      if (chosen.length < sees.pictures) choose([...chosen, url]);
-      else mistakes.push(`A request may have ${count(sees.pictures, "picture")}.`);
+      if (!addChosen(url, former)) mistakes.push(`A request may have ${count(sees.pictures, "picture")}.`);
     } catch { mistakes.push(`${file.name || "That"} is no picture that this browser can read.`); }
   }
   reading--;
   note(mistakes[0] ?? "");
   $("text").focus();
+}
+
+/** Adds a picture to those that were there when it was chosen, while `former` was changed; false: they are too many.
+ *  By now another message may be changed. Then the draft gets its picture, and a change that was given up gets none. */
+function addChosen(url, former) {
+  if (former && edited !== former) return true;
+  const urls = edited === former ? chosen : draft.urls;
+  if (urls.length >= sees.pictures) return false;
+  if (edited === former) choose([...urls, url]);
+  else draft = {...draft, urls: [...urls, url]};
+  return true;
 }
 
 /** A file as a data: URL. What has more pixels than the model sees is made smaller here, so that less is sent; what has

@@ -154,6 +154,9 @@ function pictureAt(id) {
   return url;
 }
 
+/** The pictures of a message that are still there, as data: URLs. */
+const urlsOf = message => (message.pictures ?? []).map(pictureAt).filter(Boolean);
+
 /** Keeps the pictures of a conversation as far as there is room, for which those of the oldest ones have to go. */
 function keepPictures(chat) {
   const own = picturesOf(chat), kept = new Map(keysOf(PICTURE).map(key => [key, get(key).length]));
