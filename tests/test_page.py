@@ -827,13 +827,44 @@ def test_a_conversation_waits_where_many_others_are_answered(page, engine):
         button(page, "New chat").click()
     say(page, "one more", wait=False)
     expect(page.get_by_role("alert")).to_have_text(
-        "4 other conversations wait for answers: ask when one of them has it.")
+        "4 answers are being written, here or in other tabs: ask when one is whole.")
     expect(page.get_by_label("Message")).to_have_value("one more")
     chats(page).first.click()
     button(page, "Stop").click()
     say(page, "one more", wait=False)
     wait_until(lambda: len(engine.requests) == 5)
     expect(page.get_by_role("alert")).to_be_hidden()
+
+
+def test_the_answers_of_all_tabs_leave_connections_free(page, engine):
+    """The browser's six connections belong to all tabs. A tab that has died holds none of them."""
+    engine.delay = 60
+    other, third = second_tab(page), second_tab(page)
+    for n, tab in enumerate((page, other, page, other)):
+        tab.bring_to_front()
+        say(tab, f"question {n}", wait=False)
+        expect(button(tab, "Stop")).to_be_visible()
+        button(tab, "New chat").click()
+    third.bring_to_front()
+    expect(chats(third)).to_have_count(4)
+    say(third, "one more", wait=False)
+    expect(third.get_by_role("alert")).to_contain_text("4 answers are being written, here or in other tabs")
+    expect(third.get_by_label("Message")).to_have_value("one more")
+    assert third.evaluate("fetch('health', {signal: AbortSignal.timeout(4000)}).then(response => response.ok)")
+    other.bring_to_front()
+    other.go_back()
+    button(other, "Stop").click()
+    expect(answers(other)).to_contain_text("stopped")
+    third.bring_to_front()
+    button(third, "Send").click()
+    wait_until(lambda: len(engine.requests) == 5)
+    expect(third.get_by_role("alert")).to_be_hidden()
+    button(third, "New chat").click()
+    say(third, "and one", wait=False)
+    expect(third.get_by_role("alert")).to_be_visible()
+    third.evaluate("Object.values([...chats.values()][0].messages).at(-1).writing = Date.now() - 100_000")
+    button(third, "Send").click()
+    wait_until(lambda: len(engine.requests) == 6)
 
 
 def test_the_one_conversation_of_former_versions_is_taken_over(page, engine):
@@ -1102,7 +1133,7 @@ def test_pictures_are_not_thrown_away_by_an_edit(seeing):
     is_agreed = True
     button(page, "Cancel").click()
     page.evaluate("goOn()")
-    page.wait_for_function("!reading")
+    wait_until(lambda: not page.evaluate("reading"))
     expect(chosen(page)).to_have_count(0)                       # it was given up
 
 
@@ -1113,7 +1144,7 @@ def test_a_picture_of_the_draft_that_is_read_during_an_edit_stays_with_the_draft
     add(page, PHOTO)
     button(page.get_by_role("article", name="You"), "Edit").click()
     page.evaluate("goOn()")
-    page.wait_for_function("!reading")
+    wait_until(lambda: not page.evaluate("reading"))
     expect(chosen(page)).to_have_count(0)
     button(page, "Cancel").click()
     expect(chosen(page)).to_have_count(1)
@@ -1435,6 +1466,40 @@ def test_a_server_that_asks_for_a_key(open_page, engine):
     page.reload()
     say(page, "again")
     expect(answers(page).last).to_contain_text("You said again.")
+
+
+def test_every_conversation_that_was_refused_is_asked_again_with_the_key(open_page, engine):
+    """But for one that was deleted meanwhile. Refusals may come late: while the key is typed, and after it."""
+    page, held = open_page(app=app_of(engine, keys=["secret"])), []
+    page.on("dialog", lambda dialog: dialog.accept())
+    say(page, "deleted")
+    page.keyboard.press("Escape")
+    chats(page)
+    button(page, "Delete “deleted”").click()
+    page.route("**/v1/chat/completions", lambda route: held.append(route) if len(held) < 4 else route.continue_())
+    texts = ["one", "two", "three", "four"]
+    for n, text in enumerate(texts, start=1):
+        say(page, text, wait=False)
+        wait_until(lambda n=n: page.evaluate("running.size") == n)
+        button(page, "New chat").click()
+    page.wait_for_timeout(300)
+    assert len(held) == 4
+    chats(page).filter(has_text="one").click()
+    for route in held[:2]:
+        route.continue_()
+    wait_until(lambda: page.evaluate("running.size") == 2)
+    page.get_by_label("API key").fill("secret")
+    held[2].continue_()
+    wait_until(lambda: page.evaluate("running.size") == 1)
+    page.keyboard.press("Enter")
+    expect(answers(page)).to_contain_text("You said one.")
+    held[3].continue_()
+    for text in texts:
+        chats(page).filter(has_text=text).click()
+        expect(answers(page)).to_contain_text(f"You said {text}.")
+    expect(page.get_by_role("dialog")).to_have_count(0)
+    expect(chats(page)).to_have_count(4)
+    assert len(engine.requests) == 4
 
 
 # ---- where it is shown -------------------------------------------------------------------------------------

@@ -77,9 +77,9 @@ async function refusal(response, own) {
   const {message: said = `status ${response.status}`, param} = (await response.json().catch(() => ({}))).error ?? {};
   const message = said.startsWith(`${param}: `) ? said.slice(param.length + 2) : said;     // the reader knows no paths
   if (response.status === 401) {
-    const what = apiKey ? "The server does not know this API key" : "This server wants an API key";
+    const what = own.key ? "The server does not know this API key" : "This server wants an API key";
     askForKey(`${what}.`, own);
-    return new Refusal(`${what}: ${apiKey ? "change" : "enter"} it under Settings.`);
+    return new Refusal(`${what}: ${own.key ? "change" : "enter"} it under Settings.`);
   }
   if (response.status === 429) {
     const wait = response.headers.get("Retry-After");
@@ -92,10 +92,12 @@ async function refusal(response, own) {
 /** The head of the server's answer. While a model is being loaded, the request waits and comes again. */
 async function begin(own, signal) {
   while (true) {
+    own.key = apiKey;
     const response = await fetch(at("v1/chat/completions"), {method: "POST", signal,
       body: JSON.stringify(requestBody(own)), headers: {...headers(), "X-Request-Id": own.request}});
     own.isEarly = response.status === 503 && await isLoading(signal);
     if (response.ok) return response;
+    if (response.status === 401 && own.key !== apiKey && !$("settings").open) continue;     // the key came meanwhile
     if (!own.isEarly) throw await refusal(response, own);
     watchHealth();
     arrived(own);
@@ -109,30 +111,33 @@ const isLoading = async signal => (await healthOf(signal).catch(() => ({}))).sta
 // ---- one answer --------------------------------------------------------------------------------------------
 
 const SAVE_SECONDS = 2;     // a tab that dies loses no more of an answer than this
-const MOST_ANSWERS = 4;     // at a time: browsers open six connections to a server, and short questions need some
+const MOST_ANSWERS = 4;     // at a time: a browser opens six connections to a server, and short questions need some
 
-// conversation -> {chat, message, model, abort, request, compiled, isEarly, ahead, read, began} while it is answered
+// conversation -> {chat, message, model, abort, request, key, compiled, isEarly, ahead, read, began}, while it is
+// answered. `key` is the API key that it was asked with: by the time of a refusal there may be another one.
 const running = new Map();
 const isRunning = own => running.get(own.chat) === own;
 
-/** Whether the conversation that is shown may ask now. */
-function mayAsk() {
-  if (running.has(chat)) return false;
-  const isFull = running.size >= MOST_ANSWERS;
-  note(isFull ? `${MOST_ANSWERS} other conversations wait for answers: ask when one of them has it.` : "");
+/** Whether a conversation may ask now. All tabs share the browser's connections, so the answers of all count: as long
+ *  as one is written, its tab keeps saying so (see `writing`). */
+function mayAsk(one = chat) {
+  if (running.has(one)) return false;
+  const messages = [...chats.values()].flatMap(each => Object.values(each.messages));
+  const isFull = messages.filter(isBeingWritten).length >= MOST_ANSWERS;
+  note(isFull ? `${MOST_ANSWERS} answers are being written, here or in other tabs: ask when one is whole.` : "");
   return !isFull;
 }
 
-async function generate() {
-  const message = addMessage(chat, {role: "assistant", thoughts: "", calls: []});
-  const own = {chat, message, model: modelOf(chat), abort: new AbortController(), request: makeId(), ahead: 0,
+/** Asks for an answer to the last message of a conversation. */
+async function generate(one = chat) {
+  const message = addMessage(one, {role: "assistant", thoughts: "", calls: []});
+  const own = {chat: one, message, model: modelOf(one), abort: new AbortController(), request: makeId(), ahead: 0,
     began: performance.now()};
-  running.set(chat, own);
-  chat.model ??= own.model?.model;
+  running.set(one, own);
+  one.model ??= own.model?.model;
   const signal = own.abort.signal, times = {};
-  showBusy();
   keep(own);
-  showAll();
+  if (one === chat) { showBusy(); showAll(); }
   own.compiled = untilCompiled(own);
   watchQueue(own);
   watchPipes(own);
@@ -234,12 +239,11 @@ function finish({message, model}, {first, end, cut, before, after}) {
     cut && "cut at its limit"].filter(Boolean).join(" · ");
 }
 
-/** Another version of the last answer. */
-function regenerate() {
-  if (!mayAsk()) return;
-  const last = thread(chat).findLast(m => m.role === "assistant");
-  chat.head = last.after;
-  generate();
+/** Another version of a conversation's last answer. */
+function regenerate(one) {
+  if (!mayAsk(one)) return;
+  one.head = thread(one).findLast(m => m.role === "assistant").after;
+  generate(one);
 }
 
 /** Whether the conversation that is shown is being answered. */

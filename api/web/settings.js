@@ -58,14 +58,14 @@ function isToolList(text) {
 }
 
 function openSettings() {
-  $("settings").showModal();
+  if (!$("settings").open) $("settings").showModal();
   showDefaults();
 }
 
-let refused = null;         // {message, key}: the answer that waits for another key than this one
+const refused = new Map();  // conversation -> {message, key}: the answer that waits for another key than this one
 
-function askForKey(reason, {message}) {
-  refused = {message, key: apiKey};
+function askForKey(reason, {chat, message, key}) {
+  refused.set(chat, {message, key});
   $("key-field").hidden = false;
   $("key-reason").textContent = reason;
   openSettings();
@@ -74,9 +74,11 @@ function askForKey(reason, {message}) {
 
 $("show-settings").addEventListener("click", openSettings);
 $("settings").addEventListener("close", () => {
-  const isNew = refused && apiKey && apiKey !== refused.key, isShown = chat.head === refused?.message.id;
-  refused = null;
-  if (isNew && isShown) regenerate();
+  for (const [one, {message, key}] of refused) {
+    if (!apiKey || apiKey === key) continue;
+    refused.delete(one);
+    if (chats.get(one.id) === one && one.head === message.id) regenerate(one);
+  }
 });
 
 // ---- the server's health and its models --------------------------------------------------------------------

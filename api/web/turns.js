@@ -47,11 +47,11 @@ function answerTurn(message) {
     if (isBusy || isWrittenElsewhere(message)) { error.replaceChildren(); foot.replaceChildren(); return; }
     if (isLast && message.calls?.length && !message.error) calls.append(resultsForm(message));
     error.replaceChildren(...message.error ? [el("div", {class: "error", role: "alert"}, message.error,
-      isLast && el("button", {type: "button", click: regenerate}, "Try again"))] : []);
+      isLast && el("button", {type: "button", click: () => regenerate(chat)}, "Try again"))] : []);
     foot.replaceChildren(el("span", {class: "figures"}, message.figures ?? ""), ...versionButtons(message),
       el("span", {class: "actions"}, ...message.content ? [copyButton(() => message.content)] : [],
         ...message.content && !message.calls?.length ? [button("Edit", () => mayLeave() && edit(message))] : [],
-        ...isLast && !message.error ? [button("Regenerate", regenerate)] : []));
+        ...isLast && !message.error ? [button("Regenerate", () => regenerate(chat))] : []));
   }
   return {node, message, update};
 }
@@ -61,8 +61,10 @@ const SILENT_SECONDS = 90;      // after which a tab that was writing counts as 
 /** What `running` knows of the answer that is being written here. */
 const ownOf = message => running.get(chat)?.message === message ? running.get(chat) : null;
 
-const isWrittenElsewhere = message => !ownOf(message)
-  && Date.now() - (message.writing ?? 0) < 1000 * SILENT_SECONDS;
+/** Whether this tab or another one writes a message now. */
+const isBeingWritten = ({writing}) => Date.now() - (writing ?? 0) < 1000 * SILENT_SECONDS;
+
+const isWrittenElsewhere = message => !ownOf(message) && isBeingWritten(message);
 
 const whyItWaits = own => own.isEarly ? "Waiting until the model is loaded."
   : own.ahead ? `${count(own.ahead, "request")} ${own.ahead === 1 ? "has" : "have"} to end first.` : whatIsSeen(own);
