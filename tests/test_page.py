@@ -695,6 +695,21 @@ def test_each_conversation_is_kept_by_itself(page, engine):
     assert [len(chat["messages"]) for chat in page.evaluate(KEPT)] == [2]
 
 
+def test_an_answer_that_grows_moves_no_conversation(page):
+    """Several answers at once would move the list under the reader's pointer; a new message does lead to the top."""
+    for text in "first", "second":
+        say(page, text)
+        button(page, "New chat").click()
+    page.evaluate("""first => {
+        const one = [...chats.values()].find(chat => titleOf(chat) === first);
+        touch(one, thread(one).at(-1)), showChats();
+    }""", "first")
+    expect(chats(page)).to_have_text(["second", "first"])
+    chats(page).last.click()
+    say(page, "more")
+    expect(chats(page)).to_have_text(["first", "second"])
+
+
 def test_back_leads_to_the_conversation_before(page):
     for text in "first", "second":
         say(page, text)

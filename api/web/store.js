@@ -6,10 +6,10 @@
 //   qengine/settings      the settings
 //   qengine/key           the API key
 //
-// A conversation: {id, revision, changed (milliseconds), head, model, messages: {id: message}}. A message names the one
-// before it in `after`, so messages are a tree: two of them after the same one are versions of each other. `head` is the
-// last message that is shown, and the conversation that is shown leads from the first message to it. `model` is the name
-// of the one that answers.
+// A conversation: {id, revision, changed (milliseconds: when its last message began), head, model, messages: {id:
+// message}}. A message names the one before it in `after`, so messages are a tree: two of them after the same one are
+// versions of each other. `head` is the last message that is shown, and the conversation that is shown leads from the
+// first message to it. `model` is the name of the one that answers.
 //
 // Two tabs may write into one conversation. Before a tab writes, it takes over what lies there: messages that it has
 // not, and those with a higher revision. So nothing that one tab wrote is lost to another.
@@ -61,6 +61,7 @@ function addMessage(chat, message, after = chat.head) {
   const added = {id: makeId(), after, revision: 0, content: "", ...message};
   chat.messages[added.id] = added;
   chat.head = added.id;
+  chat.changed = Date.now();
   touch(chat, added);
   return added;
 }
@@ -68,7 +69,6 @@ function addMessage(chat, message, after = chat.head) {
 /** The message has changed. */
 function touch(chat, message) {
   message.revision++;
-  chat.changed = Date.now();
   chats.set(chat.id, chat);
   unsaved.add(chat.id);
 }
