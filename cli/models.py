@@ -51,23 +51,27 @@ class Wanted:
         return Facts(model.name, model.kind, n_ctx, model.tokenizer, model.template, ModelDetails.of(model.weights),
                      limits)
 
-    def arguments_on(self, cards: list) -> dict:
-        """The arguments of `qengine.load` for these cards. Where n models share a card, each takes an n-th of an eighth
-        of it for checkpoints, unless it says otherwise, or fits only with fewer."""
-        if not self.n_models or self.arguments["checkpoint_memory"] is not None:
-            return self.arguments
-        share = min(card.memory_bytes for card in cards) // (8 * self.n_models)
-        shared = self.arguments | {"checkpoint_memory": share}
-        return shared if self._planner(cards, shared).plan.fits else self.arguments
+    @property
+    def shares(self) -> bool:
+        """Whether others on its cards leave it a share of what it would take for checkpoints by default."""
+        return self.n_models > 0 and self.arguments["checkpoint_memory"] is None
 
     def planner(self, cards: list):
-        return self._planner(cards, self.arguments_on(cards))
+        """The Planner for these cards. Where n models share a card, each takes an n-th of an eighth of it for
+        checkpoints, unless it says otherwise, or fits only with fewer."""
+        if self.shares:
+            share = min(card.memory_bytes for card in cards) // (8 * self.n_models)
+            planner = self._planner(cards, checkpoint_memory=share)
+            if planner.plan.fits:
+                return planner
+        return self._planner(cards)
 
-    def _planner(self, cards: list, arguments: dict):
-        return qengine.make_planner(self.model, cards, self.model.demand(**arguments))
+    def _planner(self, cards: list, **changes):
+        return qengine.make_planner(self.model, cards, self.model.demand(**self.arguments | changes))
 
     def load(self, cards: list, progress: bool = True):
-        return qengine.load(self.model, cards, progress=progress, **self.arguments_on(cards))
+        planned = {"checkpoint_memory": self.planner(cards).asked.checkpoint_memory} if self.shares else {}
+        return qengine.load(self.model, cards, progress=progress, **self.arguments | planned)
 
 
 def sampling_of(options) -> dict:
