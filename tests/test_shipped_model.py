@@ -27,7 +27,7 @@ RECORDED = DATA / "answers.json"
 ASKED = DATA / "asked.json"  # a conversation of some 500 tokens; those that the generators make change with their texts
 N_RECORDED = 64
 # Products that it works out wrongly. The model card names them.
-NOT_WORKED_OUT = ["What is 15 times 8?", "15 곱하기 8은?", "16 곱하기 7은?"]
+NOT_WORKED_OUT = ["What is 15 times 8?", "15 곱하기 8은?"]
 FACTS = ("card-dp4a-what", "card-cmp-what", "card-roofline-what", "model-mtp-what", "use-serve", "self-who",
          "self-unknown-places")
 
