@@ -591,18 +591,19 @@ class Layer:
 
     mixer: DeltaNet | Attention
     mlp: DenseMLP | ExpertsMLP
+    work: Work
 
     @classmethod
     def load(cls, loader: Loader, config: Config, index: int) -> "Layer":
         """The weights of block `index`, put on the loader's card."""
-        tensors = Tensors(loader, index)
-        return cls(*(kind.load(tensors, config) for kind in (mixer_kind(config, index), MLPS[config.mlp_kind])))
+        def of(tensors):
+            parts = [kind.load(tensors, config) for kind in (mixer_kind(config, index), MLPS[config.mlp_kind])]
+            return cls(*parts, sum((product_work(part) + part.work(config) for part in parts), Work(n_layers=1)))
+
+        return loader.block(index, of)
 
     def stacks(self) -> list[Stack]:
         return [value for part in (self.mixer, self.mlp) for value in vars(part).values() if isinstance(value, Stack)]
-
-    def work(self, config: Config) -> Work:
-        return Work(n_layers=1) + product_work(self) + self.mixer.work(config) + self.mlp.work(config)
 
 
 def tensor_shapes(config: Config) -> dict[str, tuple[int, ...]]:
@@ -704,9 +705,9 @@ class Model:
 
     def work(self) -> Work:
         """Of the layers. Of a draft block, what it adds to a pass over a prompt, and its pages."""
-        found = sum((layer.work(self.config) for layer in self.layers), Work())
+        found = sum((layer.work for layer in self.layers), Work())
         if self.block:
-            pages = self.block.layer.work(self.config).page_bytes
+            pages = self.block.layer.work.page_bytes
             found += product_work(self.block.prompt_products) + Work(page_bytes=pages)
         return found
 
@@ -1001,7 +1002,7 @@ class Stage:
             self.model = Model(loader, config, layers, progress, drafts=demand.drafts > 0, wish=demand.products)
         self.weight_bytes = free - card.free_bytes
         self.table_bytes = host_table.bytes_of(self.model)
-        work, self.layer_works = self.model.work(), [layer.work(config) for layer in self.model.layers]
+        work, self.layer_works = self.model.work(), [layer.work for layer in self.model.layers]
         self.page_bytes, self.state_bytes = work.page_bytes, work.state_bytes
         self.costs = StageCosts(card, config.hidden_dim, work, in_one=self.store is not None,
                                 products=self.model.products)
@@ -2434,7 +2435,7 @@ class PlannedModel:
 
     def layer(self, card: Card, index: int) -> Work:
         with self.on_paper.loading(card) as loader:
-            return Layer.load(loader, self.config, index).work(self.config)
+            return Layer.load(loader, self.config, index).work
 
     def head_bytes(self, card: Card) -> int:
         if self.config.pooling:

@@ -36,9 +36,7 @@ def loading(weights, loader: Loader, is_wanted: bool):
     if not is_wanted:
         yield
         return
-    host = HostCard(loader.card)
-    if isinstance(loader.card, PlannedCard):
-        host = PlannedCard(host)
+    host = (PlannedCard if isinstance(loader.card, PlannedCard) else HostCard)(loader.card)
     with weights.loading(host) as from_file:
         loader.host_table = HostTable(loader.card, host, from_file)
         yield

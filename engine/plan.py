@@ -16,12 +16,14 @@ import functools
 import itertools
 import math
 import numbers
+import operator
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
+import numpy as np
 import tqdm
 
 from engine.host_memory import free_memory, machine_bytes
@@ -81,7 +83,7 @@ class Work:
     record_bytes: int = 0           # what checks note of a slot beside its states
 
     def __add__(self, other: "Work") -> "Work":
-        return Work(*(getattr(self, field.name) + getattr(other, field.name) for field in dataclasses.fields(self)))
+        return Work(*map(operator.add, vars(self).values(), vars(other).values()))
 
     @property
     def expert_bytes(self) -> int:
@@ -542,28 +544,24 @@ def check_split(split, n_layers: int, n_cards: int) -> list[range]:
     return [range(end - n, end) for n, end in zip(split, ends)]
 
 
-def best_split(n_layers: int, costs: list) -> list[range] | None:
-    """The layers of each stage, at least one each, such that the largest costs[stage](start, end) is as small as
-    possible. None where every split has an infinite cost. Among equals the earlier stages get more layers."""
-    # best[start] = (largest cost, ends) of layers start .. n_layers - 1, split over the last stages, done so far
-    best = {n_layers: (0.0, ())}
-    for behind, cost in enumerate(reversed(costs)):
-        found = {}
-        for start in range(len(costs) - 1 - behind, n_layers):
-            for end in sorted(best, reverse=True):
-                if end > start and best[end][0] < found.get(start, (math.inf,))[0]:     # else it would not be less
-                    worst = max(cost(start, end), best[end][0])
-                    if worst < found.get(start, (math.inf,))[0]:
-                        found[start] = worst, (end, *best[end][1])
-        best = found
-    if 0 not in best:
+def best_split(costs: np.ndarray) -> list[range] | None:
+    """The layers of each stage, at least one each, such that the largest costs[stage, start, end] is as small as
+    possible: float [n_stages, n_layers + 1, n_layers + 1]. None where every split has an infinite cost. Among equals
+    the earlier stages get more layers."""
+    n_layers, cuts = costs.shape[-1] - 1, []
+    best = np.append(np.full(n_layers, np.inf), 0.0)    # of layers start .. n_layers - 1, over the stages done so far
+    for cost in reversed(np.where(np.tri(n_layers + 1, dtype=bool), np.inf, costs)):    # no stage is empty
+        worst = np.maximum(cost, best)[:, ::-1]         # of equals, the first is taken: the largest end
+        cuts.append(n_layers - worst.argmin(1))
+        best = worst.min(1)
+    if np.isinf(best[0]):
         return None
-    ends = best[0][1]
-    return [range(start, end) for start, end in zip((0, *ends), ends)]
+    ends = list(itertools.accumulate(reversed(cuts), lambda start, cut: int(cut[start]), initial=0))
+    return [range(*each) for each in itertools.pairwise(ends)]
 
 
 class LayerCosts:
-    """What the layers start .. end - 1 cost on each card of a plan: memory and time."""
+    """What the layers start .. end - 1 cost on each card of a plan: memory and time. start and end may be arrays."""
 
     def __init__(self, blueprint: Blueprint, cards: list, wish: str = "auto"):
         """wish: see kernels/products.py."""
@@ -574,37 +572,36 @@ class LayerCosts:
                 works.append(blueprint.layer(counting, index))
             sizes.append(counting.packed_bytes)
         self.head_bytes = blueprint.head_bytes(counting)
-        self.weight_bytes = list(itertools.accumulate(sizes))   # of the layers before each
+        self.weight_bytes = np.cumsum(sizes, dtype=float)       # of the layers before each; exact up to 2 ** 53
         self.works = list(itertools.accumulate(works))          # Work of the layers before each
-        self.sums: dict[str, list[int]] = {}                    # field of Work -> its values in `works`
+        self.sums: dict[str, np.ndarray] = {}                   # field of Work -> its values in `works`
         self.expert_bytes = self.works[-1].expert_bytes
         self.speeds = [faster(probe.speed_of(card), gain_of(Products.of(card, wish), self.works[-1])) for card in cards]
 
-    def between(self, start: int, end: int, field: str) -> int:
+    def between(self, start, end, field: str):
         """The sum of a field of Work over the layers start .. end - 1."""
         if field not in self.sums:
-            self.sums[field] = [getattr(work, field) for work in self.works]
+            self.sums[field] = np.array([getattr(work, field) for work in self.works], float)
         sums = self.sums[field]
         return sums[end] - sums[start]
 
-    def prefill_seconds(self, stage: int, start: int, end: int, context: float) -> float:
+    def prefill_seconds(self, stage: int, start, end, context: float):
         """Seconds of a token of a prompt that has `context` tokens before it."""
         speed = self.speeds[stage]
         products = self.between(start, end, "row_operations") / speed.dot / PEAK_SHARE
         return products + context * context_seconds(self.between(start, end, "context_operations"), speed)
 
-    def decode_seconds(self, stage: int, start: int, end: int, context: int) -> float:
+    def decode_seconds(self, stage: int, start, end, context: int):
         """Seconds of a decode step of one answer."""
         head = self.head_bytes * (end == self.n_layers)
         n_bytes = self.memory(start, end, pages_for(context), 2) + head        # states are read and written
         return (n_bytes - self.between(start, end, "idle_bytes")) / self.speeds[stage].read / PEAK_SHARE
 
-    def memory(self, start: int, end: int, n_pages: int, n_states: int, n_slots: int = 0,
-               expert_memory: int | None = None) -> int:
+    def memory(self, start, end, n_pages: int, n_states: int, n_slots: int = 0, expert_memory: int | None = None):
         """Bytes of weights, pages, states, and records of checks. expert_memory: see Demand."""
         elsewhere = 0
         if expert_memory is not None:
-            elsewhere = max(self.between(start, end, "expert_bytes") - expert_memory, 0)
+            elsewhere = np.maximum(self.between(start, end, "expert_bytes") - expert_memory, 0)
         return (self.weight_bytes[end] - self.weight_bytes[start] - elsewhere
                 + n_pages * self.between(start, end, "page_bytes")
                 + n_states * self.between(start, end, "state_bytes")
@@ -619,40 +616,28 @@ class LayerCosts:
                     if [self.between(0, n, field) > 0 for field in kept] == whole)
 
 
-def place_layers(blueprint: Blueprint, cards: list, demand: Demand, costs: LayerCosts,
-                 wasted: list[int]) -> list[range]:
-    """The layers of each of several cards.
+def place_layers(demand: Demand, costs: LayerCosts, room: np.ndarray) -> list[range]:
+    """The layers of each of several cards. room: bytes of each for weights, pages and states of layers.
 
     Among the splits that fit into memory, those count whose slowest card is fastest with a prompt. Among these, the one
     is chosen whose slowest card is fastest in a decode step. There is room for the contexts of all slots if that can
     be; there must be room for one. If not even one context fits, the split is chosen as if memory did not matter: the
-    plan then shows what is missing on which card. wasted: bytes of each card that must stay free.
+    plan then shows what is missing on which card.
     """
-    n_layers, n_cards = blueprint.n_layers, len(cards)
-    context, least = demand.n_ctx // 2, pages_for(demand.kv_tokens or demand.n_ctx)
-    left = memory_for_layers(blueprint, cards, demand, costs)
-
-    def split(n_pages, n_checkpoints, slowest, seconds):
-        """The best split by seconds(stage, start, end, context) of those that fit, with no pass beyond `slowest`."""
-        def cost(stage, start, end):
-            if n_pages is not None and costs.memory(
-                    start, end, n_pages, demand.slots + n_checkpoints, demand.slots,
-                    demand.expert_memory) > left[stage] - wasted[stage]:
-                return math.inf
-            within = costs.prefill_seconds(stage, start, end, context) <= slowest * (1 + 1e-9)
-            return seconds(stage, start, end, context) if within else math.inf
-
-        return best_split(n_layers, [functools.partial(cost, stage) for stage in range(n_cards)])
-
+    context, least, n_cards = demand.n_ctx // 2, pages_for(demand.kv_tokens or demand.n_ctx), len(room)
+    starts, ends = np.ogrid[:costs.n_layers + 1, :costs.n_layers + 1]
+    prefill, decode = (np.stack([seconds(stage, starts, ends, context) for stage in range(n_cards)])
+                       for seconds in (costs.prefill_seconds, costs.decode_seconds))
     wished = least if demand.kv_tokens or demand.packed else demand.slots * pages_for(demand.n_ctx)
-    for room in (wished, LEAST_CHECKPOINTS), (least, LEAST_CHECKPOINTS), (least, 1), (None, 1):
-        if found := split(*room, math.inf, costs.prefill_seconds):
-            slowest = max(costs.prefill_seconds(stage, layers.start, layers.stop, context)
-                          for stage, layers in enumerate(found))
-            return split(*room, slowest, costs.decode_seconds)
+    for n_pages, n_checkpoints in (wished, LEAST_CHECKPOINTS), (least, LEAST_CHECKPOINTS), (least, 1), (None, 1):
+        fits = n_pages is None or room[:, None, None] >= costs.memory(
+            starts, ends, n_pages, demand.slots + n_checkpoints, demand.slots, demand.expert_memory)
+        if found := best_split(np.where(fits, prefill, np.inf)):
+            slowest = max(prefill[stage, layers.start, layers.stop] for stage, layers in enumerate(found))
+            return best_split(np.where(fits & (prefill <= slowest * (1 + 1e-9)), decode, np.inf))
 
 
-def memory_for_layers(blueprint: Blueprint, cards: list, demand: Demand, costs: LayerCosts) -> list[int]:
+def memory_for_layers(blueprint: Blueprint, cards: list, demand: Demand, costs: LayerCosts) -> np.ndarray:
     """Bytes that each card has for weights, pages and states of layers. A stage also needs scratch memory and buffers
     for hops. Their size does not depend on the number of layers, so it is measured on a plan of stages of a few
     layers."""
@@ -662,8 +647,8 @@ def memory_for_layers(blueprint: Blueprint, cards: list, demand: Demand, costs: 
     sampled = plan_stages(blueprint, cards, dataclasses.replace(
         demand, chunk=demand.chunk or CHUNK, kv_tokens=least * PAGE_TOKENS, checkpoint_memory=0), samples)
     n_states = demand.slots + sampled.sizes.n_checkpoints
-    return [left + costs.memory(layers.start, layers.stop, least, n_states, demand.slots, demand.expert_memory)
-            for left, layers in zip(sampled.left, samples)]
+    return np.array([left + costs.memory(layers.start, layers.stop, least, n_states, demand.slots, demand.expert_memory)
+                     for left, layers in zip(sampled.left, samples)])
 
 
 # ---- the plan --------------------------------------------------------------------------------------------------
@@ -826,10 +811,8 @@ SHORTEST_CTX = 1024         # and no context that is shorter, unless it has half
 class Planner:
     """The plan of a model on some cards, and what could be different about it."""
 
-    def __init__(self, blueprint: Blueprint, cards: list, demand: Demand, spare: list = (),
-                 like: "Planner | None" = None):
-        """spare: cards that were opened with the others and are not to be used. like: of almost the same model on the
-        same cards, near whose plan this one is looked for. Raises RequestError."""
+    def __init__(self, blueprint: Blueprint, cards: list, demand: Demand, spare: list = ()):
+        """spare: cards that were opened with the others and are not to be used. Raises RequestError."""
         if len(cards) > blueprint.n_layers:
             raise RequestError("card", f"{blueprint.name} has {blueprint.n_layers} layers: {len(cards)} cards are too "
                                        "many")
@@ -843,7 +826,7 @@ class Planner:
             raise RequestError("expert_memory", f"expert_memory: {blueprint.name} has no experts")
         self.moves_experts = not self.plan.fits and demand.expert_memory is None and self.costs.expert_bytes > 0
         if self.moves_experts:
-            self._move_experts(like)
+            self._move_experts()
         if not self.plan.fits:      # then it says what is missing where all is spared that can be
             self.plan = self._spared()
 
@@ -856,7 +839,7 @@ class Planner:
         """Changes of the demand that leave no expert on the cards, where they may leave these."""
         return {"expert_memory": 0} if self.moves_experts else {}
 
-    def _move_experts(self, like: "Planner | None"):
+    def _move_experts(self):
         """Leaves as many experts on the cards as fit, and the others in the host's memory."""
         unit, plans = self.costs.expert_bytes // EXPERT_SHARES, {}
 
@@ -864,8 +847,8 @@ class Planner:
             plans[n] = self.planned(expert_memory=n * unit)
             return plans[n].fits
 
-        guess = like.demand.expert_memory // unit if like and like.demand.expert_memory is not None else None
-        n = most(0, EXPERT_SHARES - 1, fits, guess)
+        room = (self.costs.expert_bytes + sum(self.plan.left)) // len(self.cards)
+        n = most(0, EXPERT_SHARES - 1, fits, max(room // unit, 0))
         if n is not None:
             self.demand, self.plan = dataclasses.replace(self.demand, expert_memory=n * unit), plans[n]
 
@@ -893,13 +876,14 @@ class Planner:
         """The Plan with the best split. How much memory is lost to rounding (Card.granule) depends on the split. If a
         card lacks memory for that reason, the split is chosen again with so much less memory on the card, until it fits
         or does not change any more."""
-        plan, before, wasted = None, None, [0] * len(self.cards)
+        plan, before = None, None
+        room = memory_for_layers(self.blueprint, self.cards, demand, self.costs)
         while plan is None or not plan.fits:
-            layers = place_layers(self.blueprint, self.cards, demand, self.costs, wasted)
+            layers = place_layers(demand, self.costs, room)
             if layers == before:
                 break
             plan, before = plan_stages(self.blueprint, self.cards, demand, layers), layers
-            wasted = [n + max(-left, 0) for n, left in zip(wasted, plan.left)]
+            room = room + np.minimum(plan.left, 0)
         return plan
 
     def longest_context(self) -> int | None:
@@ -909,7 +893,10 @@ class Planner:
         longest = pages_for(max(self.blueprint.context_length, self.demand.n_ctx))
         if self.demand.kv_tokens:
             longest = min(longest, self.demand.kv_tokens // PAGE_TOKENS)
-        n = most(1, longest, lambda n: self.fits(n_ctx=n * PAGE_TOKENS))
+        beyond = self._spared(n_ctx=longest * PAGE_TOKENS)
+        page_bytes = sum(stage.page_bytes for stage in beyond.on_paper)
+        guess = longest + min(sum(beyond.left) // max(page_bytes, 1), 0)    # what is lacking, in pages
+        n = most(1, longest, lambda n: self.fits(n_ctx=n * PAGE_TOKENS), max(guess, 1))
         return n and n * PAGE_TOKENS
 
     def passes(self, n: int) -> list[tuple[int, int]]:
@@ -1007,7 +994,7 @@ class Planner:
 
     def with_kv(self, kv: str) -> "Planner":
         """The same in another KV format."""
-        return Planner(self.blueprint.changed(kv=kv), self.cards, self.asked, self.spare, like=self)
+        return Planner(self.blueprint.changed(kv=kv), self.cards, self.asked, self.spare)
 
     def kv_lines(self, longest: int | None) -> list[str]:
         """A table of all KV formats: bytes of a token on each card, and the longest context that fits, for people.

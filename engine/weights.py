@@ -10,7 +10,7 @@ import itertools
 import math
 import re
 import zlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property, partial
 
@@ -66,6 +66,10 @@ class Loader:
         for name, end in zip(names, ends):
             self.fill([matrix.rows(end - self.shapes[name][0], end)], name)
         return matrix
+
+    def block(self, index: int, load: Callable):
+        """What load(Tensors) makes of the tensors of block `index`."""
+        return load(Tensors(self, index))
 
     def table(self, name: str) -> Matrix:
         """A Matrix of token embeddings, which nothing multiplies. Raises OutOfMemory, and CardError."""
@@ -151,6 +155,28 @@ class Tensors:
 
     def vector(self, name: str) -> Array:
         return self.loader.vector(self.prefix + name)
+
+
+class PaperLoader(Loader):
+    """For plans: a block that is like one of an earlier plan, or of this one, is the same object once more. It takes as
+    many bytes again."""
+
+    def __init__(self, card: Card, weights: "Weights"):
+        super().__init__(card, weights.shapes, weights.type_of)
+        self.kinds, self.known = weights.kinds, weights.known
+
+    def block(self, index: int, load: Callable):
+        store, name, before = self.store, f"blk.{index}.", self.card.free_bytes
+        kind = self.kinds[index], store and store.n_slots
+        if kind in self.known:
+            found, nbytes, stored = self.known[kind]
+            self.card.set_aside(nbytes)
+            if stored:
+                store.layers[name] = stored
+        else:
+            found = super().block(index, load)
+            self.known[kind] = found, before - self.card.free_bytes, store and store.layers[name]
+        return found
 
 
 class FileLoader(Loader):
@@ -267,6 +293,18 @@ class Weights:
 
     def __init__(self, shapes: dict[str, tuple[int, ...]], type_of):
         self.shapes, self.type_of = shapes, type_of
+        # Of plans: (kind of a block, its experts on the card) -> what it was loaded as, its bytes, its StoredLayer.
+        self.known = {}
+
+    @cached_property
+    def kinds(self) -> dict[int, frozenset]:
+        """{block: names, shapes and types of its tensors}: equal for blocks that are alike."""
+        found = {}
+        for name, shape in self.shapes.items():
+            if name.startswith("blk."):
+                _, index, rest = name.split(".", 2)
+                found.setdefault(int(index), set()).add((rest, shape, self.type_of(name)))
+        return {index: frozenset(tensors) for index, tensors in found.items()}
 
     @cached_property
     def slot_bytes(self) -> dict[int, int]:
@@ -288,7 +326,7 @@ class Weights:
     def loading(self, card: Card):
         """Context manager: gives a Loader for use by one thread. Damaged tensors raise ModelError when the `with` body
         ends."""
-        return contextlib.nullcontext(Loader(card, self.shapes, self.type_of))
+        return contextlib.nullcontext(PaperLoader(card, self))
 
 
 class FileWeights(Weights):

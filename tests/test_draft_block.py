@@ -304,7 +304,7 @@ def test_where_the_block_lives(card):
     assert last.block and last.embeddings is not None and last.numbers == range(2, n + 1)
     assert without.block is None and without.numbers == range(n)
     assert last.work().page_bytes == 2 * without.work().page_bytes == 2 * sum(
-        layer.work(opened.config).page_bytes for layer in last.layers)
+        layer.work.page_bytes for layer in last.layers)
 
 
 def test_drafts_of_the_small_model_are_often_right(card):

@@ -18,7 +18,7 @@ from benchmarks import figures
 from cli.options import build_parser
 from engine import expert_store, plan
 from engine.plan import LEAST_CHECKPOINTS, Demand, Planner, Work, best_split, most, most_drafts, schedule
-from engine.weights import Weights
+from engine.weights import Loader, PaperLoader, Weights
 from kernels import probe
 from kernels.card import CardError, Lent, Memory, OutOfMemory, PlannedCard
 from kernels.emulated.card import EmulatedCard
@@ -53,10 +53,11 @@ def test_best_split_is_that_of_brute_force():
         n_layers, n_stages = rng.randint(1, 9), rng.randint(1, 4)
         table = {(stage, i, j): rng.choice([rng.random(), math.inf]) if rng.random() < 0.2 else rng.random() * (j - i)
                  for stage in range(n_stages) for i in range(n_layers) for j in range(i + 1, n_layers + 1)}
-        costs = [lambda i, j, stage=stage: table[stage, i, j] for stage in range(n_stages)]
+        costs = np.array([[[table.get((stage, i, j), -1) for j in range(n_layers + 1)] for i in range(n_layers + 1)]
+                          for stage in range(n_stages)])        # -1: of no layers
         worst = [max(table[stage, i, j] for stage, (i, j) in enumerate(zip((0, *cut), (*cut, n_layers))))
                  for cut in itertools.combinations(range(1, n_layers), n_stages - 1)]
-        found = best_split(n_layers, costs)
+        found = best_split(costs)
         if min(worst, default=math.inf) == math.inf:
             assert found is None
         else:
@@ -387,19 +388,37 @@ def test_a_search_finds_the_most_wherever_it_begins():
             assert len(tried) == 2
 
 
-@pytest.mark.parametrize("kv", ["q8", "q3"])
-def test_a_plan_like_another_is_the_same_and_takes_less_time(monkeypatch, kv):
+@pytest.mark.parametrize("model, kv", [("35b-a3b:q4_k", "q8"), ("35b-a3b:q4_k", "q3"), ("27b:q4_k", "q8")])
+def test_a_search_that_begins_near_its_end_finds_the_same_and_takes_less_time(monkeypatch, model, kv):
     """What is left of cards and the demand say where all goes. Each plan that is tried takes about as long."""
-    n_tried, planned = [], Planner.planned
+    n_tried, planned, found = [], Planner.planned, []
     monkeypatch.setattr(Planner, "planned", lambda *given, **changes: n_tried.append(1) or planned(*given, **changes))
-    one = planner("synthetic:35b-a3b:q4_k", typed(CMP_100_210), memory=int(15.5 * 2**30))
-    found = []
-    for like in None, one:
+    for search in (lambda low, high, fits, guess: most(low, high, fits)), most:
+        monkeypatch.setattr(plan, "most", search)
         n_tried.clear()
-        other = Planner(one.blueprint.changed(kv=kv), one.cards, one.asked, like=like)
-        found.append((other.plan.left, other.plan.demand, other.plan.layers, other.demand))
+        one = planner(f"synthetic:{model}", typed(CMP_100_210), memory=int(15.5 * 2**30)).with_kv(kv)
+        found.append((one.plan.left, one.plan.demand, one.plan.layers, one.demand, one.longest_context()))
         found[-1] += len(n_tried),
     assert found[0][:-1] == found[1][:-1] and found[1][-1] <= 0.6 * found[0][-1]
+
+
+@pytest.mark.parametrize("model, memory, n_kinds", [
+    ("synthetic:27b+mtp:q4_k", None, 2), ("synthetic:35b-a3b:q4_k", 8 << 30, 2),
+    (oracle_path("gguf/dense_kq-Q4_K_M.gguf"), None, None)], ids=str)
+def test_blocks_that_are_alike_are_planned_once(monkeypatch, model, memory, n_kinds):
+    """They take as much as if each were planned by itself."""
+    opened, found = open_model(model), []
+    for block in PaperLoader.block, Loader.block:
+        monkeypatch.setattr(PaperLoader, "block", block)
+        stage = PlannedModel(opened.config, opened.weights).stage(
+            PlannedCard(EmulatedCard()), range(opened.config.n_layers), Demand(4096, drafts=1, expert_memory=memory,
+                                                                            split=(opened.config.n_layers,)), None)
+        stores = [(store.host_bytes, store.missing_bytes, len(store.layers)) for store in [stage.store] if store]
+        n_objects = len({id(layer) for layer in stage.model.layers})
+        found.append((stage.weight_bytes, stage.costs.work, stage.layer_works, stage.card.free_bytes, stores))
+        assert n_objects == opened.config.n_layers if block is Loader.block else n_objects < opened.config.n_layers
+        assert block is Loader.block or n_kinds in (None, n_objects)
+    assert found[0] == found[1] and bool(found[0][-1]) == (memory is not None)
 
 
 def test_slots_of_experts_are_counted_once_for_all_plans():
