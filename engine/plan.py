@@ -786,7 +786,7 @@ def most(low: int, high: int, fits, guess: int | None = None) -> int | None:
     """The largest n from low to high for which fits(n) is true; None if there is none. fits(n) must be true up to some
     n and false from there on. guess: near which the result probably is."""
     found, beyond = low - 1, high + 1
-    first = [high, low] if guess is None else [guess + n for n in (0, 1, -1, 3, -3, 7, -7)]
+    first = [high, low] if guess is None else [min(max(guess, low), high) + n for n in (0, 1, -1, 3, -3, 7, -7)]
     while beyond - found > 1:
         n = first.pop(0) if first else (found + beyond) // 2
         if found < n < beyond:
@@ -803,7 +803,7 @@ def free_of_disk(folder: Path) -> int:
 EXPERT_SHARES = 64          # so finely is memory for experts chosen
 HIT_RATES = 0.8, 0.9, 0.95  # of experts on the card, of which a plan says what they cost
 DISK = 2e9                  # bytes per second that plans assume of an SSD
-BAR_DELAY = 0.3             # seconds after which a terminal shows how far `Planner.kv_lines` is
+BAR_DELAY = 0.3             # seconds after which a terminal shows how far `Planner.shown` is
 MOST_CARDS = 16             # `Planner.changes` proposes up to so many cards
 SHORTEST_CTX = 1024         # and no context that is shorter, unless it has half of what is demanded: it is of no use
 
@@ -847,8 +847,8 @@ class Planner:
             plans[n] = self.planned(expert_memory=n * unit)
             return plans[n].fits
 
-        room = (self.costs.expert_bytes + sum(self.plan.left)) // len(self.cards)
-        n = most(0, EXPERT_SHARES - 1, fits, max(room // unit, 0))
+        guess = EXPERT_SHARES + self.plan.left[0] // unit if len(self.cards) == 1 else None
+        n = most(0, EXPERT_SHARES - 1, fits, guess)
         if n is not None:
             self.demand, self.plan = dataclasses.replace(self.demand, expert_memory=n * unit), plans[n]
 
@@ -893,10 +893,11 @@ class Planner:
         longest = pages_for(max(self.blueprint.context_length, self.demand.n_ctx))
         if self.demand.kv_tokens:
             longest = min(longest, self.demand.kv_tokens // PAGE_TOKENS)
-        beyond = self._spared(n_ctx=longest * PAGE_TOKENS)
-        page_bytes = sum(stage.page_bytes for stage in beyond.on_paper)
-        guess = longest + min(sum(beyond.left) // max(page_bytes, 1), 0)    # what is lacking, in pages
-        n = most(1, longest, lambda n: self.fits(n_ctx=n * PAGE_TOKENS), max(guess, 1))
+        guess = None
+        if len(self.cards) == 1:            # on several, the layers move as well
+            beyond = self._spared(n_ctx=longest * PAGE_TOKENS)
+            guess = longest + min(beyond.left[0] // max(beyond.on_paper[0].page_bytes, 1), 0)
+        n = most(1, longest, lambda n: self.fits(n_ctx=n * PAGE_TOKENS), guess)
         return n and n * PAGE_TOKENS
 
     def passes(self, n: int) -> list[tuple[int, int]]:
@@ -996,13 +997,18 @@ class Planner:
         """The same in another KV format."""
         return Planner(self.blueprint.changed(kv=kv), self.cards, self.asked, self.spare)
 
+    def shown(self, tried, unit: str):
+        """Yields each of what is tried. If that takes long, a terminal shows how many have been."""
+        yield from tqdm.tqdm(tried, f"planning {self.blueprint.name}", unit=unit, leave=False, delay=BAR_DELAY,
+                             disable=None)
+
     def kv_lines(self, longest: int | None) -> list[str]:
         """A table of all KV formats: bytes of a token on each card, and the longest context that fits, for people.
         longest: that of this plan. Nothing for models without --kv."""
         if not self.keeps_kv:
             return []
         lines = [f"{'--kv':9}{'bytes of a token' + ', by card' * (len(self.cards) > 1):>28}{'longest context':>18}"]
-        for kv in tqdm.tqdm(KV_FORMATS, desc="planning", unit="format", leave=False, delay=BAR_DELAY, disable=None):
+        for kv in self.shown(KV_FORMATS, "format"):
             other, found = self, longest
             if kv != self.blueprint.kv:
                 other = self.with_kv(kv)
@@ -1036,12 +1042,12 @@ class Planner:
                                         for n, card in zip(missing, self.cards) if n > 0):
             found.append(f"--memory {math.ceil((d.memory + max(missing)) / 2**30 * 10) / 10:g}")
         largest = max(self.cards, key=lambda card: card.free_bytes)
-        for n in range(len(self.cards) + 1, min(MOST_CARDS, self.blueprint.n_layers) + 1):
-            more = n - len(self.cards)
+        for more in self.shown(range(1, min(MOST_CARDS, self.blueprint.n_layers) - len(self.cards) + 1), "card"):
             if self.other(self.blueprint, [*self.cards, *[largest] * more]).fits:
                 found.append(f"{more} more card{'s' * (more > 1)} like {largest.name}")
                 break
-        for name in sorted(FORMATS, key=lambda name: -FORMATS[name].file_bytes / FORMATS[name].file_block):
+        by_size = sorted(FORMATS, key=lambda name: -FORMATS[name].file_bytes / FORMATS[name].file_block)
+        for name in self.shown(by_size, "format"):
             if self.other(self.blueprint.changed(format=name), self.cards).fits:
                 found.append(f"a file in {name}")
                 break

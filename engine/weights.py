@@ -1,7 +1,7 @@
 """The tensors of a model: from a file, random, or for plans without values; and the Loaders that put them on a card.
 
     Weights       FileWeights     SyntheticWeights      what a model has, on no card yet
-    Loader        FileLoader      SyntheticLoader       puts it on one card: `Weights.loading`
+    PaperLoader   FileLoader      SyntheticLoader       Loaders, which put it on one card: `Weights.loading`
     Matrix, Stack, Experts                              what it becomes there
 """
 

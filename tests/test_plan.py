@@ -430,14 +430,18 @@ def test_slots_of_experts_are_counted_once_for_all_plans():
     assert len(asked) == len(set(asked))
 
 
-def test_a_long_plan_shows_on_a_terminal_how_far_it_is(monkeypatch):
+@pytest.mark.parametrize("memory, units", [(1 << 30, ["format"]), (1 << 20, ["card", "format"])])
+def test_a_long_plan_shows_on_a_terminal_how_far_it_is(monkeypatch, memory, units):
+    """Also one of a model that does not fit."""
     for is_terminal in False, True:
         screen = io.StringIO()
         monkeypatch.setattr(screen, "isatty", lambda: is_terminal)
         monkeypatch.setattr(sys, "stderr", screen)
         monkeypatch.setattr(plan, "BAR_DELAY", 0)
-        planner("synthetic:tiny", typed(CMP_100_210)).report()
-        assert ("planning" in screen.getvalue()) == is_terminal
+        plans = planner("synthetic:tiny", typed(CMP_100_210), memory=memory)
+        plans.report() if plans.plan.fits else plans.changes()
+        for text in ["planning synthetic:tiny", *(f"{unit}/s" for unit in units)]:
+            assert (text in screen.getvalue()) == is_terminal
 
 
 def test_a_context_that_the_model_was_not_made_for_is_told():
