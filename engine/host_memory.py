@@ -35,18 +35,18 @@ VERSIONS = {1: Version("sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.
 def machine_bytes(root: Path = Path("/")) -> int:
     """Memory of this machine, or of the container."""
     whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return min([whole, *(limit for limit, _ in groups(root))])
+    return min([whole, *(limit for limit, *_ in groups(root))])
 
 
 def free_memory(root: Path = Path("/")) -> int:
     """Bytes of it that nothing needs now."""
     found = re.search(r"^MemAvailable: *(\d+) kB$", text_of(root / "proc/meminfo"), re.MULTILINE)
     free = [int(found[1]) << 10] if found else []
-    return max(min([machine_bytes(root), *free, *(limit - taken for limit, taken in groups(root))]), 0)
+    return max(min([machine_bytes(root), *free, *(limit - taken_by(*group) for limit, *group in groups(root))]), 0)
 
 
-def groups(root: Path) -> Iterator[tuple[int, int]]:
-    """(limit, bytes that are taken) of each group with a limit that this process is in."""
+def groups(root: Path) -> Iterator[tuple[int, Path, Version]]:
+    """(limit, its folder, version) of each group with a limit that this process is in."""
     for line in text_of(root / "proc/self/cgroup").splitlines():
         if line.count(":") < 2:
             continue
@@ -60,7 +60,7 @@ def groups(root: Path) -> Iterator[tuple[int, int]]:
         for folder in (group, *group.parents):
             limit = number_of(folder / version.limit)
             if limit is not None:           # not "max"
-                yield limit, taken_by(folder, version)
+                yield limit, folder, version
             if folder == top:
                 break
 

@@ -56,7 +56,7 @@ class Tokenizer:
         self.pieces, self.n_vocab = pieces, len(pieces)
         self.eos_ids, self.prefix, self.suffix = frozenset(eos_ids), list(prefix), list(suffix)
         self.control, self.tags = control, tags
-        self.max_token_bytes = max(len(piece) for piece in [*pieces, *map(str.encode, control)])
+        self.max_token_bytes = max(map(len, [*pieces, *map(str.encode, control)]))
         self._control_pattern = any_of(control)
         hidden = set(control.values())
         self._shown = [b"" if i in hidden else piece for i, piece in enumerate(pieces)]

@@ -32,8 +32,11 @@ from tests.tiny import ROOT
 MB = 1 << 20
 
 
+opened_once = functools.cache(open_model)
+
+
 def planner(model, cards, **demand):
-    opened = open_model(model)
+    opened = opened_once(model)
     return Planner(PlannedModel(opened.config, opened.weights), cards, Demand(**{"n_ctx": 4096} | demand))
 
 
