@@ -166,6 +166,13 @@ def serving(app: flask.Flask, host: str, port: int, tls: ssl.SSLContext | None =
     workers.set_thread_count(settings.threads)
     listeners = [Listener(service, tls, app, watched, _sock=one, dispatcher=workers, adj=settings, bind_socket=False,
                           sockinfo=(one.family, one.type, one.proto, one.getsockname())) for one in sockets]
+
+    def leave():
+        """Of the polling thread, which would not notice before its next look that another one closes its sockets."""
+        for listener in listeners:
+            listener.close()
+        hang_up(one for one in connections(watched) if one.is_quiet())
+
     thread = threading.Thread(target=poll_all, args=(watched,), name="http server", daemon=True)
     thread.start()
     try:
@@ -174,9 +181,7 @@ def serving(app: flask.Flask, host: str, port: int, tls: ssl.SSLContext | None =
         if not service.close():                 # a client does not read its answer
             hang_up(connections(watched))
         workers.shutdown()                      # waits for the threads that write the last answers
-        for listener in listeners:
-            listener.close()
-        hang_up(one for one in connections(watched) if one.is_quiet())
+        listeners[0].trigger.pull_trigger(leave)
         thread.join(1.0)                        # time for written bytes to leave
         hang_up(connections(watched))           # on clients that do not read
         thread.join()

@@ -502,3 +502,16 @@ def test_the_end_of_a_drain_tells_the_clients():
         service.close()
         with pytest.raises(openai.APIError, match="cancelled"):
             list(stream)
+
+
+def test_the_end_of_a_server_waits_for_no_look(monkeypatch):
+    """Also where a client leaves at the same moment: looks are far apart here."""
+    monkeypatch.setattr(http_api, "POLL_MS", 60_000)
+    for _ in range(20):
+        with serving(app_of(PacedEngine())) as (port, _):
+            client = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+            client.request("GET", "/health")
+            assert client.getresponse().read()
+            started = time.monotonic()
+            client.close()
+        assert time.monotonic() - started < 30
