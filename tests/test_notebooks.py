@@ -227,6 +227,27 @@ def test_the_glossary():
 
 
 @pytest.fixture(scope="module")
+def run_cells():
+    """Runs cells in a Jupyter that these tests share, as it starts for most of the time: run_cells(cells). No cell knows
+    a name of the tests before. Errors are outputs."""
+    client = nbclient.NotebookClient(nbformat.v4.new_notebook(), timeout=SECONDS, allow_errors=True,
+                                     resources={"metadata": {"path": str(FOLDER)}})
+
+    def run(cells):
+        client.nb.cells = [nbformat.v4.new_code_cell("%reset -f"), *cells]
+        client.execute(cleanup_kc=False)
+        assert errors(client.nb.cells[0]) == []
+
+    with client.setup_kernel():
+        yield run
+
+
+def errors(cell):
+    """What the errors of a cell show."""
+    return ["\n".join(output.traceback) for output in cell.outputs if output.output_type == "error"]
+
+
+@pytest.fixture(scope="module")
 def lab():
     spec = importlib.util.spec_from_file_location("lab", FOLDER / "lab.py")
     module = importlib.util.module_from_spec(spec)
@@ -540,21 +561,17 @@ WRONG_KERNELS = {
 
 
 @pytest.mark.parametrize("notebook, cell, right, wrong, place, what", WRONG_KERNELS.values(), ids=WRONG_KERNELS)
-def test_wrong_kernels_in_the_text_are_told(notebook, cell, right, wrong, place, what):
+def test_wrong_kernels_in_the_text_are_told(notebook, cell, right, wrong, place, what, run_cells):
     """With line and thread and in a few lines, and Python lives on."""
-    path = FOLDER / f"{notebook}.ipynb"
-    changed = read(path)
-    end = next(i for i, other in enumerate(changed.cells) if other.id == cell)
-    assert right in changed.cells[end].source
-    changed.cells[end].source = changed.cells[end].source.replace(right, wrong)
-    changed.cells = [*changed.cells[:end + 1], nbformat.v4.new_code_cell("print('alive')")]
-    client = nbclient.NotebookClient(changed, timeout=SECONDS, allow_errors=True,
-                                     resources={"metadata": {"path": str(FOLDER)}})
-    client.execute()
-    error, = [output for output in changed.cells[end].outputs if output.output_type == "error"]
-    shown = "\n".join(error.traceback)
+    cells = read(FOLDER / f"{notebook}.ipynb").cells
+    end = next(i for i, other in enumerate(cells) if other.id == cell)
+    assert right in cells[end].source
+    cells[end].source = cells[end].source.replace(right, wrong)
+    cells = [*cells[:end + 1], nbformat.v4.new_code_cell("print('alive')")]
+    run_cells(cells)
+    shown, = errors(cells[end])
     assert place in shown and what in shown and len(shown.splitlines()) <= 3, shown
-    assert printed(changed.cells[-1]) == "alive\n"
+    assert printed(cells[-1]) == "alive\n"
 
 
 BARE = """import lab, numpy as np
@@ -597,22 +614,20 @@ BARE_LAUNCHES = {
 
 
 @pytest.mark.parametrize("source, place, what", BARE_LAUNCHES.values(), ids=BARE_LAUNCHES)
-def test_launches_of_a_cell_are_checked(source, place, what):
+def test_launches_of_a_cell_are_checked(source, place, what, run_cells):
     """kernel[blocks, threads](...) without lab: what it must not touch is told, nothing is written, and Python and card
     live on."""
     cells = [nbformat.v4.new_code_cell(text) for text in (
         BARE, source, source, "far[1, 64](y, 1)\nfar[1, 64](z, 1)\nlate.synchronize()\nprint(card.download(y).sum())")]
-    nbclient.NotebookClient(nbformat.v4.new_notebook(cells=cells), timeout=SECONDS, allow_errors=True,
-                            resources={"metadata": {"path": str(FOLDER)}}).execute()
-    assert [output for output in cells[0].outputs if output.output_type == "error"] == []
+    run_cells(cells)
+    assert errors(cells[0]) == []
     for cell in cells[1:3]:             # the second time, too
-        error, = [output for output in cell.outputs if output.output_type == "error"]
-        shown = "\n".join(error.traceback)
+        shown, = errors(cell)
         assert place in shown and what in shown and len(shown.splitlines()) <= 3, shown
     assert printed(cells[3]) == "64.0\n"
 
 
-INTERRUPTED = """import lab, os, signal, threading
+ENDLESS = """import lab, os, signal, threading
 import numpy as np
 from numba import cuda, uint32
 from kernels.open import open_cards
@@ -624,8 +639,8 @@ def endless(y, n):
         y[uint32(0)] += uint32(1)
 
 card = open_cards("emulated")[0]
-y = card.zeros(1, np.uint32)
-card.launch(endless, 1, 1, y, 1)
+y = card.zeros(1, np.uint32)"""
+INTERRUPTED = """card.launch(endless, 1, 1, y, 1)
 threading.Timer(1, os.kill, (os.getpid(), signal.SIGINT)).start()
 card.synchronize()"""
 REFUSED = """from engine import own_products
@@ -642,14 +657,12 @@ own_products.check_arguments(endless)"""
                                           ("y + np.float32(1)", "TypeError: this array is on a card: card.download(")],
                          ids=["interrupt", "product", "value", "type", "decorator", "bare", "blocks alone", "NumPy",
                               "sum"])
-def test_what_ends_a_cell_is_told_briefly(source, said):
+def test_what_ends_a_cell_is_told_briefly(source, said, run_cells):
     """An interrupted kernel and a refused product, without the frames behind them; other errors as Python shows
     them."""
-    cells = [nbformat.v4.new_code_cell(text) for text in (INTERRUPTED, source, "print('on')")]
-    nbclient.NotebookClient(nbformat.v4.new_notebook(cells=cells), timeout=SECONDS, allow_errors=True,
-                            resources={"metadata": {"path": str(FOLDER)}}).execute()
-    error, = [output for output in cells[1].outputs if output.output_type == "error"]
-    shown = "\n".join(error.traceback)
+    cells = [nbformat.v4.new_code_cell(text) for text in (ENDLESS, source, "print('on')")]
+    run_cells(cells)
+    shown, = errors(cells[1])
     assert said in shown and ("Traceback" in said or len(shown.splitlines()) == 1), shown
     assert printed(cells[2]) == "on\n"
 
@@ -663,24 +676,22 @@ def test_arrays_of_numpy_are_refused_where_no_driver_is(monkeypatch):
 
 
 @pytest.mark.skipif(cuda.is_available(), reason="a driver is here")
-def test_the_way_of_numba_asks_for_a_driver():
+def test_the_way_of_numba_asks_for_a_driver(run_cells):
     """What its tutorials teach is told in a sentence."""
     cells = [nbformat.v4.new_code_cell(text) for text in (
         "import lab, numpy as np\nfrom numba import cuda", "cuda.to_device(np.zeros(3))", "cuda.synchronize()",
         "@cuda.jit('void(float32[:])')\ndef typed(x):\n    x[0] = 1")]
-    nbclient.NotebookClient(nbformat.v4.new_notebook(cells=cells), timeout=SECONDS, allow_errors=True,
-                            resources={"metadata": {"path": str(FOLDER)}}).execute()
+    run_cells(cells)
     for cell in cells[1:]:
-        shown, = ["\n".join(output.traceback) for output in cell.outputs if output.output_type == "error"]
+        shown, = errors(cell)
         assert "no NVIDIA driver is here" in shown and "card.upload(x)" in shown and len(shown.splitlines()) == 1
 
 
-def test_a_prediction_that_was_skipped_stops_nothing():
+def test_a_prediction_that_was_skipped_stops_nothing(run_cells):
     """Its cell was not run: then there is none, and what it would have been about is revealed all the same."""
     told_of = nbformat.v4.new_code_cell("lab.reveal(mb_1, 626, 'MB')\nprint('on')")
-    short = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell("import lab"), told_of])
-    run(short, FOLDER / "any.ipynb")
-    assert told(told_of) == ["mb 1: 626 MB. You have made no prediction."] and printed(told_of) == "on\n"
+    run_cells([nbformat.v4.new_code_cell("import lab"), told_of])
+    assert errors(told_of) == [] and told(told_of) == ["mb 1: 626 MB. You have made no prediction."] and printed(told_of) == "on\n"
 
 
 def test_results_that_are_expected(lab):
