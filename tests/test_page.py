@@ -165,6 +165,13 @@ def change_settings(page, **values):
     button(page, "Done").click()
 
 
+def hold(engine):
+    """From now on answers begin when this event is set."""
+    may_begin = threading.Event()
+    engine.script = lambda prompt: may_begin.wait(60) and script(prompt)
+    return may_begin
+
+
 def prompts(engine):
     return [engine.tokenizer.decode(request.prompt_ids, special=True) for request in engine.requests]
 
@@ -781,12 +788,13 @@ def test_what_one_tab_says_the_other_shows(page):
 
 def test_what_one_tab_writes_the_other_does_not_regenerate(page, engine):
     """Until it is whole, or until the tab that wrote it has long been silent."""
-    engine.delay = 3
+    may_begin = hold(engine)
     other = second_tab(page)
     say(page, "hello", wait=False)
     chats(other).first.click()
     expect(other.get_by_text("Being written in another tab.")).to_be_visible()
     expect(button(other, "Regenerate")).to_have_count(0)
+    may_begin.set()
     expect(button(page, "Send")).to_be_visible()
     expect(answers(other)).to_contain_text("You said hello.")
     expect(other.get_by_text("Being written")).not_to_be_visible()
@@ -1059,17 +1067,20 @@ def test_white_pictures_have_an_edge_and_chips_of_one_line_are_equal(seeing):
 
 def test_pictures_that_take_long_are_told_of(seeing):
     engine, page = seeing
-    engine.delay = 3
+    may_begin = hold(engine)
     add(page, PHOTO, OTHER)
     expect(chosen(page)).to_have_count(2)
     say(page, "What are they?", wait=False)
     expect(answers(page).get_by_role("status")).to_have_text("Reading the pictures …")
+    may_begin.set()
     expect(answers(page)).to_contain_text("You said")
     expect(answers(page)).not_to_contain_text("Reading")
+    may_begin.clear()
     say(page, "And now?", wait=False)                           # no picture of its own
     wait_until(lambda: len(engine.requests) == 2)
     page.wait_for_timeout(1800)
     expect(answers(page).last).not_to_contain_text("Reading")
+    may_begin.set()
 
 
 def test_a_picture_alone_is_a_message(seeing):
