@@ -228,8 +228,8 @@ def test_the_glossary():
 
 @pytest.fixture(scope="module")
 def run_cells():
-    """Runs cells in a Jupyter that these tests share, as it starts for most of the time: run_cells(cells). No cell knows
-    a name of the tests before. Errors are outputs."""
+    """Runs cells in a Jupyter that these tests share, since its start takes longest: run_cells(cells). No cell knows a
+    name of the tests before. Errors are outputs."""
     client = nbclient.NotebookClient(nbformat.v4.new_notebook(), timeout=SECONDS, allow_errors=True,
                                      resources={"metadata": {"path": str(FOLDER)}})
 
@@ -691,7 +691,8 @@ def test_a_prediction_that_was_skipped_stops_nothing(run_cells):
     """Its cell was not run: then there is none, and what it would have been about is revealed all the same."""
     told_of = nbformat.v4.new_code_cell("lab.reveal(mb_1, 626, 'MB')\nprint('on')")
     run_cells([nbformat.v4.new_code_cell("import lab"), told_of])
-    assert errors(told_of) == [] and told(told_of) == ["mb 1: 626 MB. You have made no prediction."] and printed(told_of) == "on\n"
+    assert errors(told_of) == [] and printed(told_of) == "on\n"
+    assert told(told_of) == ["mb 1: 626 MB. You have made no prediction."]
 
 
 def test_results_that_are_expected(lab):
