@@ -261,7 +261,8 @@ FAULTS = {breaks: "is broken: division by zero", hangs: "has not answered for 2 
 
 @pytest.fixture
 def impatient(fault, monkeypatch):
-    """impatient(): a context with little patience with cards that hang."""
+    """impatient(): a context with little patience with cards that hang. There is more outside, where engines load and
+    answer; yet whoever waits looks often enough to notice the end of an engine."""
     @contextlib.contextmanager
     def impatient():
         with monkeypatch.context() as patch:
@@ -270,6 +271,7 @@ def impatient(fault, monkeypatch):
             yield
 
     GATE.clear()
+    monkeypatch.setattr(worker, "DEADLINE", 10.0)
     yield impatient
     GATE.set()
 
