@@ -32,6 +32,7 @@ import tempfile
 import threading
 import types as python_types
 import warnings
+import weakref
 import zlib
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -44,12 +45,13 @@ import numpy as np
 from cuda import pathfinder
 from cuda.bindings import nvrtc
 from llvmlite import ir
-from llvmlite.ir.values import DIValue
 from numba.cuda import dispatcher, types
 from numba.cuda.compiler import compile_cuda, kernel_fixup
 from numba.cuda.core.errors import NumbaDebugInfoWarning
 from numba.cuda.cudadrv import nvvm
 from numba.cuda.np.numpy_support import from_dtype
+
+from kernels import quick_numba
 
 CACHE_DIR = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "qengine"
 
@@ -57,6 +59,8 @@ n_compiled = 0                                  # kernels that this process has 
 _lock = threading.RLock()                       # Numba compiles one kernel at a time
 _memory = {}                                    # (kernel, types, cc, folder) -> Compiled
 _functions = {}                                 # (digest, types, options) -> Numba's result for a device function
+_texts = weakref.WeakKeyDictionary()            # module of LLVM IR -> its text
+_codes = {}                                     # id of a code object -> (it, `_portable` bytes, names that it loads)
 
 
 class CompileError(Exception):
@@ -204,9 +208,7 @@ def _compile(kernel, signature, cc, entry):
         library._entry_name = symbol
         kernel_fixup(function, False)
         nvvm.set_launch_bounds(function, kernel.targetoptions.get("launch_bounds"))
-        # These calls tell a debugger where variables are. Nobody needs them here, and libNVVM 12.9 fails on some.
-        variable = r'(?m)^.*call void @"llvm\.dbg\..*$'
-        library._llvm_strs = [re.sub(variable, "", text) for text in library.llvm_strs]
+        library._llvm_strs = [_llvm_text(module) for module in library.modules]
         ptx = library.get_asm_str(cc=cc)
     ptx = _portable_line_table(ptx)
     # Numba declares environment objects that kernels never use. Their names depend on what was compiled before.
@@ -224,6 +226,14 @@ def _compile(kernel, signature, cc, entry):
     return ptx + "\n"
 
 
+def _llvm_text(module):
+    """LLVM IR of a module, which does not change any more: those of device functions are asked for by many kernels."""
+    if module not in _texts:
+        # These calls tell a debugger where variables are. Nobody needs them here, and libNVVM 12.9 fails on some.
+        _texts[module] = re.sub(r'(?m)^.*call void @"llvm\.dbg\..*$', "", str(module))
+    return _texts[module]
+
+
 # Instructions that only hide time: overlapping launches and `prefetch` (kernels/intrinsics.py). Cards older than
 # Hopper get PTX without them.
 FROM_HOPPER_ON = re.compile(r"\b(griddepcontrol|prefetch)\.[^;]*;")
@@ -237,19 +247,19 @@ def launches_overlap(cc):
 @contextmanager
 def _compiling_for(cc):
     """Tells Numba the compute capability for which device functions are compiled (it would ask the driver), has it
-    compile equal ones once, and gives it line tables whose entries know their hash."""
-    before, owner = (dispatcher.get_current_device, dispatcher.compile_cuda, DIValue.__hash__), threading.get_ident()
+    compile equal ones once."""
+    before, owner = (dispatcher.get_current_device, dispatcher.compile_cuda), threading.get_ident()
 
     def compile_function(*arguments, **options):    # a thread of a user's may compile kernels of its own meanwhile
         return (_compile_device_function if threading.get_ident() == owner else compile_cuda)(*arguments, **options)
 
     dispatcher.get_current_device = lambda: python_types.SimpleNamespace(compute_capability=cc)
     dispatcher.compile_cuda = compile_function
-    DIValue.__hash__ = _hash_of_line_table
     try:
-        yield
+        with quick_numba.quickly():
+            yield
     finally:
-        dispatcher.get_current_device, dispatcher.compile_cuda, DIValue.__hash__ = before
+        dispatcher.get_current_device, dispatcher.compile_cuda = before
 
 
 def _compile_device_function(function, return_type, args, **options):
@@ -261,14 +271,6 @@ def _compile_device_function(function, return_type, args, **options):
     if place not in _functions:
         _functions[place] = compile_cuda(function, return_type, args, **options)
     return _functions[place]
-
-
-def _hash_of_line_table(entry, hash_anew=DIValue.__hash__):
-    """An entry never changes, but llvmlite would go through it, its function and all types for each instruction: a
-    fifth of the time that a large kernel takes."""
-    if not hasattr(entry, "_hash"):
-        entry._hash = hash_anew(entry)
-    return entry._hash
 
 
 @contextmanager
@@ -369,7 +371,7 @@ def cache_key(kernel, signature, cc):
 def _versions():
     packages = [f"{p} {importlib.metadata.version(p)}" for p in ("numba", "numba-cuda", "llvmlite", "numpy")]
     return (sys.version, *packages, nvvm.NVVM().get_ir_version(), _libnvvm(), _check(nvrtc.nvrtcVersion()),
-            Path(__file__).read_bytes())
+            *(Path(file).read_bytes() for file in (__file__, quick_numba.__file__)))
 
 
 def _libnvvm():
@@ -433,7 +435,7 @@ def _feed_code(digest, value, seen):
         _feed(digest, value.py_func, seen)
     elif isinstance(value, python_types.FunctionType):
         _feed_function(digest, value, seen)
-        names, attributes = _names(value.__code__)
+        names, attributes = _facts(value.__code__)[2]
         for name in sorted(names & value.__globals__.keys()):
             _feed_global(digest, name, value.__globals__[name], attributes, seen)
     else:
@@ -442,7 +444,7 @@ def _feed_code(digest, value, seen):
 
 
 def _feed_function(digest, function, seen):
-    digest.update(marshal.dumps(_portable(function.__code__), 2))      # version 2: later ones depend on refcounts
+    digest.update(_facts(function.__code__)[1])
     _feed(digest, function.__defaults__, seen)
     _feed(digest, [cell.cell_contents for cell in function.__closure__ or ()], seen)
 
@@ -454,6 +456,14 @@ def _feed_global(digest, name, value, attributes, seen):
             _feed_global(digest, attribute, vars(value)[attribute], attributes, seen)
     else:
         _feed(digest, value, seen)
+
+
+def _facts(code):
+    """(`code`, its bytes as keys have them, its `_names`). It stays alive, so that no other object gets its id."""
+    if id(code) not in _codes:
+        portable = marshal.dumps(_portable(code), 2)    # version 2: later ones depend on refcounts
+        _codes[id(code)] = code, portable, _names(code)
+    return _codes[id(code)]
 
 
 def _portable(code):
