@@ -59,6 +59,7 @@ n_compiled = 0                                  # kernels that this process has 
 _lock = threading.RLock()                       # Numba compiles one kernel at a time
 _memory = {}                                    # (kernel, types, cc, folder) -> Compiled
 _functions = {}                                 # (digest, types, options) -> Numba's result for a device function
+_lowered = {}                                   # (kernel, types) -> _Lowered
 _texts = weakref.WeakKeyDictionary()            # module of LLVM IR -> its text
 _codes = {}                                     # id of a code object -> (it, `_portable` bytes, names that it loads)
 
@@ -197,26 +198,16 @@ def _load_or_compile(kernel, signature, cc, folder, compile):
 def _compile(kernel, signature, cc, entry):
     """The complete PTX text of a kernel.
 
-    Only this function uses Numba's inner interfaces: its public ones cannot switch contraction off.
+    Only this function and those that it calls use Numba's inner interfaces: its public ones cannot switch contraction
+    off.
     """
-    with warnings.catch_warnings(), _compiling_for(cc), without_collections():
-        warnings.simplefilter("ignore", NumbaDebugInfoWarning)
-        result = compile_cuda(kernel.py_func, types.void, tuple(_numba_type(t) for t in signature),
-                              lineinfo=True, nvvm_options={"opt": 3, "fma": False}, cc=cc)
-        library, symbol = result.library, result.fndesc.llvm_func_name
-        function = library.get_function(symbol)
-        library._entry_name = symbol
-        kernel_fixup(function, False)
-        nvvm.set_launch_bounds(function, kernel.targetoptions.get("launch_bounds"))
-        library._llvm_strs = [_llvm_text(module) for module in library.modules]
-        ptx = library.get_asm_str(cc=cc)
-    ptx = _portable_line_table(ptx)
+    lowered = _lower(kernel, signature)
+    ptx = nvvm.compile_ir(lowered.texts(), opt=3, fma=False, arch=f"compute_{cc[0]}{cc[1]}").decode()
+    ptx = _portable_line_table(ptx.strip("\0").strip())
     # Numba declares environment objects that kernels never use. Their names depend on what was compiled before.
-    ptx = re.sub(r"\.common \.global \.align 8 \.u64 _ZN08NumbaEnv\w*;\n", "", ptx).replace(symbol, entry)
-    if any(getattr(file, "kind", None) != "cu" for file in library._linking_files):
-        raise ValueError("a kernel can be linked with functions in CUDA C only")
-    for file in sorted(library._linking_files, key=lambda f: f.data):
-        ptx = _link(ptx, _compile_cuda_c(file.data, cc))
+    ptx = re.sub(r"\.common \.global \.align 8 \.u64 _ZN08NumbaEnv\w*;\n", "", ptx).replace(lowered.symbol, entry)
+    for file in lowered.files:
+        ptx = _link(ptx, _compile_cuda_c(file, cc))
     # The assembler may contract a bare `add.f16`, as NVIDIA's headers write it: it becomes `add.rn.f16`.
     # `atom.add.f32` stays as it is, because PTX knows no rounding for it.
     bare = r"(?<![.\w])(add|sub|mul)((?:\.ftz)?(?:\.sat)?\.(?:f16x2|f16|f32|f64))\b"
@@ -226,12 +217,54 @@ def _compile(kernel, signature, cc, entry):
     return ptx + "\n"
 
 
+@dataclass(frozen=True)
+class _Lowered:
+    """What Numba makes of a kernel: LLVM IR of the kernel and of the functions that it calls."""
+    symbol: str                                 # the kernel's name in the IR
+    packed: bytes                               # IR of the kernel, compressed: other capabilities may never ask for it
+    called: list                                # IR of each function
+    files: list                                 # source texts in CUDA C that belong to it
+
+    def texts(self):
+        return [zlib.decompress(self.packed).decode(), *self.called]
+
+
+# Numba is told this capability for all cards. It asks for one only to choose instructions that are older, and others
+# that are not exact, which no kernel may have. So its work is done once for all capabilities.
+_LOWERED_FOR = (7, 0)
+
+
+def _lower(kernel, signature):
+    """The _Lowered of a kernel for argument types `signature`: Numba's part of the work, and the longest."""
+    place = kernel, signature
+    if place not in _lowered:
+        with warnings.catch_warnings(), _lowering(), without_collections():
+            warnings.simplefilter("ignore", NumbaDebugInfoWarning)
+            result = compile_cuda(kernel.py_func, types.void, tuple(_numba_type(t) for t in signature),
+                                  lineinfo=True, nvvm_options={"opt": 3, "fma": False}, cc=_LOWERED_FOR)
+            library, symbol = result.library, result.fndesc.llvm_func_name
+            function = library.get_function(symbol)
+            kernel_fixup(function, False)
+            nvvm.set_launch_bounds(function, kernel.targetoptions.get("launch_bounds"))
+            if any(getattr(file, "kind", None) != "cu" for file in library._linking_files):
+                raise ValueError("a kernel can be linked with functions in CUDA C only")
+            called = [_llvm_text(module) for module in library.modules if module is not function.module]
+            _lowered[place] = _Lowered(symbol, zlib.compress(_without_variables(function.module).encode(), COMPRESSION),
+                                       called, sorted(file.data for file in library._linking_files))
+    return _lowered[place]
+
+
 def _llvm_text(module):
-    """LLVM IR of a module, which does not change any more: those of device functions are asked for by many kernels."""
+    """LLVM IR of a device function, for which many kernels ask."""
     if module not in _texts:
-        # These calls tell a debugger where variables are. Nobody needs them here, and libNVVM 12.9 fails on some.
-        _texts[module] = re.sub(r'(?m)^.*call void @"llvm\.dbg\..*$', "", str(module))
+        _texts[module] = _without_variables(module)
     return _texts[module]
+
+
+def _without_variables(module):
+    """LLVM IR of a module, without the calls that tell a debugger where variables are: nobody needs them here, and
+    libNVVM 12.9 fails on some."""
+    return re.sub(r'(?m)^.*call void @"llvm\.dbg\..*$', "", str(module))
 
 
 # Instructions that only hide time: overlapping launches and `prefetch` (kernels/intrinsics.py). Cards older than
@@ -245,15 +278,15 @@ def launches_overlap(cc):
 
 
 @contextmanager
-def _compiling_for(cc):
-    """Tells Numba the compute capability for which device functions are compiled (it would ask the driver), has it
-    compile equal ones once."""
+def _lowering():
+    """Tells Numba the compute capability for which device functions are lowered (it would ask the driver), and has it
+    lower equal ones once."""
     before, owner = (dispatcher.get_current_device, dispatcher.compile_cuda), threading.get_ident()
 
     def compile_function(*arguments, **options):    # a thread of a user's may compile kernels of its own meanwhile
         return (_compile_device_function if threading.get_ident() == owner else compile_cuda)(*arguments, **options)
 
-    dispatcher.get_current_device = lambda: python_types.SimpleNamespace(compute_capability=cc)
+    dispatcher.get_current_device = lambda: python_types.SimpleNamespace(compute_capability=_LOWERED_FOR)
     dispatcher.compile_cuda = compile_function
     try:
         with quick_numba.quickly():

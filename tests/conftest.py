@@ -58,6 +58,14 @@ def card(request):
     return _cards()[request.param]
 
 
+@pytest.fixture
+def compiled_when_launched(monkeypatch):
+    """Engines compile each kernel at its first launch, instead of all that may be launched when they start: for tests of
+    models with kernels of their own, most of which they never launch."""
+    import qengine                          # not where only kernels are tested
+    monkeypatch.setattr(qengine.Stage, "needed_kernels", lambda stage: {})
+
+
 @pytest.fixture(scope="module")
 def engine(card):
     """The small model of the tests on a card, for a module's tests to share; each leaves it as it was."""

@@ -3,7 +3,7 @@
 from numba import cuda, float32, uint32
 from numba.types import float16
 
-from kernels import intrinsics
+from kernels import intrinsics, rope
 from kernels.compile import supported_ccs
 
 OLDEST = next(cc for cc in supported_ccs() if cc >= (7, 0))
@@ -42,3 +42,8 @@ def polynomial(x, turns):
 @cuda.jit
 def calls_device_function(x, n):
     x[uint32(0)] = polynomial(x[uint32(0)], n) + float32(TABLE[1]) + intrinsics.exp(x[uint32(1)])
+
+
+SEVERAL = ((half_sum, HALF_SIGNATURE), (calls_device_function, ("float32[1]", "uint32")),
+           (rope.query_kernel(*rope.QWEN35), ("float16[1]", "float32[1]", "float32[1]", "int32[1]", "float32[1]",
+                                              *["uint32"] * 5, "float32")))

@@ -14,13 +14,18 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from llvmlite import ir
 from numba import cuda, float32, int32, uint32
+from numba.cuda import descriptor
 from numba.cuda.extending import intrinsic
+from numba.cuda.flags import CUDAFlags
 
 from kernels import compile as compiler
+from kernels import quick_numba
 from kernels.assembler import assemble
 from kernels.compile import CompileError, cache_key, compile_kernel
-from tests.kernels_to_compile import HALF_SIGNATURE, OLDEST, SIGNATURE, calls_device_function, half_sum, multiply_add
+from tests.kernels_to_compile import (HALF_SIGNATURE, OLDEST, SEVERAL, SIGNATURE, calls_device_function, half_sum,
+                                      multiply_add)
 
 ROOT = Path(__file__).parents[1]
 SM = "sm_%d%d" % OLDEST
@@ -160,7 +165,7 @@ def family(factor, option="device"):
 
 
 def test_equal_device_functions_are_compiled_once(tmp_path, monkeypatch):
-    """And no others: with another constant, argument type, option or capability a function is another one."""
+    """And no others: with another constant, argument type or option a function is another one."""
     asked = []
 
     def counted(function, *rest, **options):
@@ -171,10 +176,10 @@ def test_equal_device_functions_are_compiled_once(tmp_path, monkeypatch):
     monkeypatch.setattr(compiler, "compile_cuda", counted)
     monkeypatch.setattr(compiler, "_functions", {})
 
-    def new(*which, types=("float32[1]",), cc=OLDEST):
+    def new(*which, types=("float32[1]",)):
         """How often `scaled` is compiled for a kernel, and the PTX."""
         asked.clear()
-        ptx = compile_kernel(family(*which), types, cc, tmp_path / f"{len(list(tmp_path.iterdir()))}").ptx
+        ptx = compile_kernel(family(*which), types, OLDEST, tmp_path / f"{len(list(tmp_path.iterdir()))}").ptx
         assert asked.count("member") == 1
         return asked.count("scaled"), ptx
 
@@ -183,7 +188,54 @@ def test_equal_device_functions_are_compiled_once(tmp_path, monkeypatch):
     n, other = new(5)
     assert n == 1 and other == ptx.replace("0f40400000", "0f40A00000")
     assert new(3, "forceinline")[0] == 1 and new(3, types=("float64[1]",))[0] == 1
-    assert new(3, cc=(9, 0))[0] == 1
+    asked.clear()
+    kernel = family(3)
+    both = [compile_kernel(kernel, ("float32[1]",), cc, tmp_path / "both").ptx for cc in (OLDEST, (9, 0))]
+    assert asked == ["member"] and both[0] == ptx               # Numba's part is the same for all capabilities
+    assert ".target sm_90" in both[1] and compile_kernel(family(3), ("float32[1]",), (9, 0), tmp_path).ptx == both[1]
+
+
+PLAIN_NUMBA = r"""
+import hashlib
+import re
+import sys
+from kernels import compile as compiler, quick_numba
+from tests.kernels_to_compile import SEVERAL
+
+if sys.argv[2:]:
+    quick_numba._QUICK, compiler._LOWERED_FOR = (), (9, 0)
+for kernel, signature in SEVERAL:
+    ptx = compiler.compile_kernel(kernel, signature, (9, 0), sys.argv[1]).ptx
+    ptx = re.sub(r"(?m)^ *\.b8 .*", "", ptx)       # names of functions, for debuggers: they have Numba's options in them
+    print(hashlib.sha256(ptx.encode()).hexdigest())
+"""
+
+
+def test_quick_numba_gives_the_ptx_of_numba(tmp_path):
+    """Each in a process of its own, since Numba remembers device functions."""
+    running = [subprocess.Popen([sys.executable, "-c", PLAIN_NUMBA, str(tmp_path / str(len(more))), *more], cwd=ROOT,
+                                stdout=subprocess.PIPE, text=True) for more in ([], ["plain"])]
+    quick, plain = (process.communicate(timeout=120)[0].split() for process in running)
+    assert len(quick) == len(SEVERAL) == len(set(quick)) and quick == plain
+
+
+def test_quick_answers_are_those_of_numba():
+    """Of options, set and not, and of sizes: those of a type with a name are asked for anew."""
+    context, set_one = descriptor.cuda_target.target_context, CUDAFlags()
+    set_one.forceinline = True
+    types_ = ir.IntType(1), ir.DoubleType(), ir.LiteralStructType([ir.IntType(8), ir.IntType(64)])
+    named = ir.Context().get_identified_type("named")
+    named.set_body(ir.IntType(32))
+
+    def answers():
+        return [CUDAFlags().values(), set_one.values(), *map(context.get_abi_sizeof, types_ * 2)]
+
+    plain = answers()
+    with quick_numba.quickly():
+        assert answers() == plain and plain[2:5] == [1, 8, 16]
+        with pytest.raises(RuntimeError):
+            context.get_abi_sizeof(named)       # of the modules that LLVM is given to read, none defines it
+    assert answers() == plain
 
 
 # ---- arguments ---------------------------------------------------------------------------------------------
@@ -280,6 +332,7 @@ def test_key_follows_the_file_of_an_intrinsic(tmp_path):
     source = """
         from numba.cuda import types
         from numba.cuda.extending import intrinsic
+from numba.cuda.flags import CUDAFlags
         TEXT = "mov.b32 $0, 1;"
         @intrinsic
         def one(context):
@@ -393,6 +446,7 @@ def test_key_refuses_what_it_cannot_see_through(tmp_path):
 PROCESS = """
 import sys
 from kernels import compile as compiler
+from kernels import quick_numba
 from kernels.compile import compile_kernel
 from tests.kernels_to_compile import (HALF_SIGNATURE, OLDEST, SIGNATURE, calls_device_function, half_sum,
                                       multiply_add)

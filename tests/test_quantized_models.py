@@ -22,6 +22,8 @@ from models.quantize import export, is_convertible, quantize
 from tests.models import as_stored, as_types, expert_tensors, results, rewrite, write_as_float32, write_experts
 from tests.oracle import DATA
 
+pytestmark = pytest.mark.usefixtures("compiled_when_launched")
+
 SOURCE = DATA / "tiny-Q8_0.gguf"
 RECORDED = DATA / "formats.json"
 PACKED = [name for name, format in FORMATS.items() if format.bits < 8]      # narrower than those of SOURCE
