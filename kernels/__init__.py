@@ -43,6 +43,7 @@ The machinery under them:
     nvidia.py, emulated/                its two implementations
     intrinsics.py                       instructions that Numba does not offer
     compile.py, assembler.py, workers.py    Python to PTX to machine code, kept on disk
+    quick_numba.py                      Numba's compiler, with less work done twice
     configured.py                       launches as Numba's users write them
     throttled.py                        replacements of throttled instructions
     probe.py, bench.py, trace.py        what a card can do; the table of a kernel's check; timelines

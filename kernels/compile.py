@@ -6,15 +6,18 @@ Numba and libNVVM compile each kernel. Contraction of a·b + c is switched off, 
 carries `.rn` and rounds as the Python source says, on every card. Arithmetic on `cuda.fp16` scalars calls functions
 that numba-cuda keeps in CUDA C. NVRTC compiles these functions, and their PTX is put into the kernel's PTX text.
 
+Numba's part takes longest. It is done once for all compute capabilities, and quick_numba.py makes it shorter. The part
+of libNVVM is done for each.
+
 Argument types are short strings, e.g. ``"float32[2]"`` for a C-contiguous array of two dimensions and
 ``"uint32"`` for a scalar. A Python int is passed as uint32, a Python float as float32, a bool as boolean; NumPy
 scalars keep their type.
 
 The cache key covers everything that can change the PTX: the kernel's bytecode, constants, line numbers,
 closure and the globals it names, device functions included (for an intrinsic its whole source file), the
-argument types, the compute capability, this file, and the versions of Python, numba, numba-cuda, llvmlite,
-libNVVM and NVRTC. Neither the key nor the PTX contains the folder of the project or of the Python environment:
-source files of the project are named relative to its root (`portable_file`), so that all checkouts and
+argument types, the compute capability, this file, quick_numba.py, and the versions of Python, numba, numba-cuda,
+llvmlite, libNVVM and NVRTC. Neither the key nor the PTX contains the folder of the project or of the Python
+environment: source files of the project are named relative to its root (`portable_file`), so that all checkouts and
 environments on a machine share one cache.
 """
 
@@ -59,7 +62,7 @@ n_compiled = 0                                  # kernels that this process has 
 _lock = threading.RLock()                       # Numba compiles one kernel at a time
 _memory = {}                                    # (kernel, types, cc, folder) -> Compiled
 _functions = {}                                 # (digest, types, options) -> Numba's result for a device function
-_lowered = {}                                   # (kernel, types) -> _Lowered
+_lowered = {}                                   # `cache_key` -> _Lowered
 _texts = weakref.WeakKeyDictionary()            # module of LLVM IR -> its text
 _codes = {}                                     # id of a code object -> (it, `_portable` bytes, names that it loads)
 
@@ -201,7 +204,7 @@ def _compile(kernel, signature, cc, entry):
     Only this function and those that it calls use Numba's inner interfaces: its public ones cannot switch contraction
     off.
     """
-    lowered = _lower(kernel, signature)
+    lowered = _lower(kernel, signature, cc)
     ptx = nvvm.compile_ir(lowered.texts(), opt=3, fma=False, arch=f"compute_{cc[0]}{cc[1]}").decode()
     ptx = _portable_line_table(ptx.strip("\0").strip())
     # Numba declares environment objects that kernels never use. Their names depend on what was compiled before.
@@ -229,19 +232,20 @@ class _Lowered:
         return [zlib.decompress(self.packed).decode(), *self.called]
 
 
-# Numba is told this capability for all cards. It asks for one only to choose instructions that are older, and others
-# that are not exact, which no kernel may have. So its work is done once for all capabilities.
+# The highest capability that Numba is told. Of later instructions it knows only some that are not exact, which no
+# kernel may have. So its work is done once for all later cards.
 _LOWERED_FOR = (7, 0)
 
 
-def _lower(kernel, signature):
-    """The _Lowered of a kernel for argument types `signature`: Numba's part of the work, and the longest."""
-    place = kernel, signature
+def _lower(kernel, signature, cc):
+    """The _Lowered of a kernel for argument types `signature` and cards of `cc`: Numba's part of the work."""
+    cc = min(cc, _LOWERED_FOR)
+    place = cache_key(kernel, signature, cc)    # what a kernel refers to may have changed in between
     if place not in _lowered:
-        with warnings.catch_warnings(), _lowering(), without_collections():
+        with warnings.catch_warnings(), _lowering_for(cc), without_collections():
             warnings.simplefilter("ignore", NumbaDebugInfoWarning)
             result = compile_cuda(kernel.py_func, types.void, tuple(_numba_type(t) for t in signature),
-                                  lineinfo=True, nvvm_options={"opt": 3, "fma": False}, cc=_LOWERED_FOR)
+                                  lineinfo=True, nvvm_options={"opt": 3, "fma": False}, cc=cc)
             library, symbol = result.library, result.fndesc.llvm_func_name
             function = library.get_function(symbol)
             kernel_fixup(function, False)
@@ -263,7 +267,7 @@ def _llvm_text(module):
 
 def _without_variables(module):
     """LLVM IR of a module, without the calls that tell a debugger where variables are: nobody needs them here, and
-    libNVVM 12.9 fails on some."""
+    libNVVM 12.9 fails on some of them."""
     return re.sub(r'(?m)^.*call void @"llvm\.dbg\..*$', "", str(module))
 
 
@@ -278,7 +282,7 @@ def launches_overlap(cc):
 
 
 @contextmanager
-def _lowering():
+def _lowering_for(cc):
     """Tells Numba the compute capability for which device functions are lowered (it would ask the driver), and has it
     lower equal ones once."""
     before, owner = (dispatcher.get_current_device, dispatcher.compile_cuda), threading.get_ident()
@@ -286,7 +290,7 @@ def _lowering():
     def compile_function(*arguments, **options):    # a thread of a user's may compile kernels of its own meanwhile
         return (_compile_device_function if threading.get_ident() == owner else compile_cuda)(*arguments, **options)
 
-    dispatcher.get_current_device = lambda: python_types.SimpleNamespace(compute_capability=_LOWERED_FOR)
+    dispatcher.get_current_device = lambda: python_types.SimpleNamespace(compute_capability=cc)
     dispatcher.compile_cuda = compile_function
     try:
         with quick_numba.quickly():

@@ -60,8 +60,8 @@ def card(request):
 
 @pytest.fixture
 def compiled_when_launched(monkeypatch):
-    """Engines compile each kernel at its first launch, instead of all that may be launched when they start: for tests of
-    models with kernels of their own, most of which they never launch."""
+    """Engines compile a kernel at its first launch, instead of all that may be launched when they start: for tests of
+    models with kernels of their own, many of which they never launch."""
     import qengine                          # not where only kernels are tested
     monkeypatch.setattr(qengine.Stage, "needed_kernels", lambda stage: {})
 
