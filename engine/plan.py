@@ -782,11 +782,11 @@ def taken(stage, sizes: CacheSizes, n_stages: int) -> int:
     return stage.card.card.free_bytes - stage.card.free_bytes
 
 
-def most(low: int, high: int, fits, guess: int | None = None) -> int | None:
+def most(low: int, high: int, fits) -> int | None:
     """The largest n from low to high for which fits(n) is true; None if there is none. fits(n) must be true up to some
-    n and false from there on. guess: near which the result probably is."""
+    n and false from there on."""
     found, beyond = low - 1, high + 1
-    first = [high, low] if guess is None else [min(max(guess, low), high) + n for n in (0, 1, -1, 3, -3, 7, -7)]
+    first = [high, low]
     while beyond - found > 1:
         n = first.pop(0) if first else (found + beyond) // 2
         if found < n < beyond:
@@ -847,8 +847,7 @@ class Planner:
             plans[n] = self.planned(expert_memory=n * unit)
             return plans[n].fits
 
-        guess = EXPERT_SHARES + self.plan.left[0] // unit if len(self.cards) == 1 else None
-        n = most(0, EXPERT_SHARES - 1, fits, guess)
+        n = most(0, EXPERT_SHARES - 1, fits)
         if n is not None:
             self.demand, self.plan = dataclasses.replace(self.demand, expert_memory=n * unit), plans[n]
 
@@ -893,11 +892,7 @@ class Planner:
         longest = pages_for(max(self.blueprint.context_length, self.demand.n_ctx))
         if self.demand.kv_tokens:
             longest = min(longest, self.demand.kv_tokens // PAGE_TOKENS)
-        guess = None
-        if len(self.cards) == 1:            # on several, the layers move as well
-            beyond = self._spared(n_ctx=longest * PAGE_TOKENS)
-            guess = longest + min(beyond.left[0] // max(beyond.on_paper[0].page_bytes, 1), 0)
-        n = most(1, longest, lambda n: self.fits(n_ctx=n * PAGE_TOKENS), guess)
+        n = most(1, longest, lambda n: self.fits(n_ctx=n * PAGE_TOKENS))
         return n and n * PAGE_TOKENS
 
     def passes(self, n: int) -> list[tuple[int, int]]:

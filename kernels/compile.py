@@ -232,14 +232,17 @@ class _Lowered:
         return [zlib.decompress(self.packed).decode(), *self.called]
 
 
-# The highest capability that Numba is told. Of later instructions it knows only some that are not exact, which no
-# kernel may have. So its work is done once for all later cards.
+# The highest capability that Numba is told for kernels of this folder. Of later instructions it knows only some that
+# are not exact, which no kernel may have, and no intrinsic of this folder asks for the capability. So its work is done
+# once for all later cards. An intrinsic of a user's may ask.
 _LOWERED_FOR = (7, 0)
+MOST_LOWERED = 512                              # that are kept
 
 
 def _lower(kernel, signature, cc):
     """The _Lowered of a kernel for argument types `signature` and cards of `cc`: Numba's part of the work."""
-    cc = min(cc, _LOWERED_FOR)
+    if kernel.py_func.__module__.partition(".")[0] == __package__:
+        cc = min(cc, _LOWERED_FOR)
     place = cache_key(kernel, signature, cc)    # what a kernel refers to may have changed in between
     if place not in _lowered:
         with warnings.catch_warnings(), _lowering_for(cc), without_collections():
@@ -253,6 +256,8 @@ def _lower(kernel, signature, cc):
             if any(getattr(file, "kind", None) != "cu" for file in library._linking_files):
                 raise ValueError("a kernel can be linked with functions in CUDA C only")
             called = [_llvm_text(module) for module in library.modules if module is not function.module]
+            if len(_lowered) >= MOST_LOWERED:
+                del _lowered[next(iter(_lowered))]
             _lowered[place] = _Lowered(symbol, zlib.compress(_without_variables(function.module).encode(), COMPRESSION),
                                        called, sorted(file.data for file in library._linking_files))
     return _lowered[place]

@@ -25,6 +25,7 @@ from numba.cuda.target import CUDATypingContext
 _defaults = {}                                  # class of options -> name -> value
 _signatures = {}                                # (function, ..., types of arguments, options) -> signature of the call
 _sizes = {}                                     # (type in LLVM's words, layout of the target) -> bytes
+MOST_SIGNATURES = 100_000                       # that are kept: a literal in each new kernel makes new ones
 
 
 def _values(options):
@@ -41,9 +42,12 @@ def _call_type(function, context, args, kws, find=BaseFunction.get_call_type):
     if not isinstance(context, CUDATypingContext):
         return find(function, context, args, kws)
     place = function, context, tuple(args), tuple(kws.items()), ConfigStack.top_or_none()
-    if place not in _signatures:
-        _signatures[place] = find(function, context, args, kws)
-    return _signatures[place]
+    if place in _signatures:
+        return _signatures[place]
+    if len(_signatures) >= MOST_SIGNATURES:
+        _signatures.clear()
+    found = _signatures[place] = find(function, context, args, kws)
+    return found
 
 
 def _post_process(processor, emit_dels=False, extend_lifetimes=False, run=postproc.PostProcessor.run):

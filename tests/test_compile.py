@@ -17,6 +17,7 @@ import pytest
 from llvmlite import ir
 from numba import cuda, float32, int32, uint32
 from numba.cuda import descriptor
+from numba.cuda.core.targetconfig import ConfigStack
 from numba.cuda.extending import intrinsic
 from numba.cuda.flags import CUDAFlags
 
@@ -204,10 +205,44 @@ def test_numba_lowers_a_kernel_once_for_all_capabilities(tmp_path, monkeypatch):
     monkeypatch.setattr(compiler, "compile_cuda", counted)
     source = "@cuda.jit\ndef kernel(x):\n    x[uint32(0)] = x[uint32(1)] * float32(settings.FACTOR)"
     kernel = kernel_from(source, tmp_path, settings=settings)
+    kernel.py_func.__module__ = "kernels.made_up"
     for settings.FACTOR, cc, number in ((3, OLDEST, "40400000"), (3, (9, 0), "40400000"), (5, (8, 0), "40A00000")):
         ptx = compile_kernel(kernel, ("float32[1]",), cc, tmp_path).ptx
         assert f"0f{number}" in ptx and ".target sm_%d%d" % cc in ptx
     assert lowered == [3, 5]
+
+
+def test_an_intrinsic_of_a_user_is_told_the_capability(tmp_path):
+    @intrinsic
+    def capability(_):
+        def codegen(context, builder, signature, arguments):
+            major, minor = ConfigStack().top().compute_capability
+            return ir.Constant(ir.IntType(32), 10 * major + minor)
+        return uint32(), codegen
+
+    @cuda.jit
+    def kernel(x):
+        x[uint32(0)] = capability()
+
+    for cc in (7, 5), (9, 0):
+        assert re.search(r", %d%d;" % cc, compile_kernel(kernel, ("uint32[1]",), cc, tmp_path).ptx)
+
+
+def test_lowered_kernels_have_a_bound(tmp_path, monkeypatch):
+    monkeypatch.setattr(compiler, "_lowered", {})
+    monkeypatch.setattr(compiler, "MOST_LOWERED", 2)
+    for factor in range(4):
+        kernel = kernel_from(f"@cuda.jit\ndef kernel(x):\n    x[uint32(0)] = float32({factor})", tmp_path)
+        compile_kernel(kernel, ("float32[1]",), OLDEST, tmp_path)
+    assert len(compiler._lowered) == 2
+
+
+def test_signatures_have_a_bound(tmp_path, monkeypatch):
+    monkeypatch.setattr(quick_numba, "_signatures", {})
+    monkeypatch.setattr(quick_numba, "MOST_SIGNATURES", 3)
+    source = "@cuda.jit\ndef kernel(x, y):\n    x[uint32(0)] = x[uint32(1)] * y + float32(y) - uint32(y) / x[uint32(2)]"
+    compile_kernel(kernel_from(source, tmp_path), ("float32[1]", "float64"), OLDEST, tmp_path)
+    assert 0 < len(quick_numba._signatures) <= 3
 
 
 PLAIN_NUMBA = r"""
