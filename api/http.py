@@ -167,8 +167,12 @@ def serving(app: flask.Flask, host: str, port: int, tls: ssl.SSLContext | None =
     listeners = [Listener(service, tls, app, watched, _sock=one, dispatcher=workers, adj=settings, bind_socket=False,
                           sockinfo=(one.family, one.type, one.proto, one.getsockname())) for one in sockets]
 
+    is_told = threading.Event()
+
     def leave():
-        """Of the polling thread, which would not notice before its next look that another one closes its sockets."""
+        """Of the polling thread, which would not notice before its next look that another one closes its sockets. The
+        trigger that tells it is closed, too, so whoever pulls it must be done: something else may wake the thread."""
+        is_told.wait()
         for listener in listeners:
             listener.close()
         hang_up(one for one in connections(watched) if one.is_quiet())
@@ -182,6 +186,7 @@ def serving(app: flask.Flask, host: str, port: int, tls: ssl.SSLContext | None =
             hang_up(connections(watched))
         workers.shutdown()                      # waits for the threads that write the last answers
         listeners[0].trigger.pull_trigger(leave)
+        is_told.set()
         thread.join(1.0)                        # time for written bytes to leave
         hang_up(connections(watched))           # on clients that do not read
         thread.join()

@@ -241,7 +241,7 @@ MOST_LOWERED = 512                              # that are kept
 
 def _lower(kernel, signature, cc):
     """The _Lowered of a kernel for argument types `signature` and cards of `cc`: Numba's part of the work."""
-    if kernel.py_func.__module__.partition(".")[0] == __package__:
+    if (kernel.py_func.__module__ or "").partition(".")[0] == __package__:
         cc = min(cc, _LOWERED_FOR)
     place = cache_key(kernel, signature, cc)    # what a kernel refers to may have changed in between
     if place not in _lowered:

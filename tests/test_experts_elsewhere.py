@@ -26,6 +26,8 @@ from tests.clients import CHAT, HI, app_of, wait_until
 from tests.models import write_as_float32
 from tests.oracle import oracle_path
 
+pytestmark = pytest.mark.usefixtures("compiled_when_launched")
+
 TINY = "synthetic:tiny-moe"
 PROMPT = [5, 300, 77, 100, 9, 200, 31] * 30
 MB = 1 << 20

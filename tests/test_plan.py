@@ -29,6 +29,8 @@ from tests.costs import costs_of_27b
 from tests.oracle import oracle_path
 from tests.tiny import ROOT
 
+pytestmark = pytest.mark.usefixtures("compiled_when_launched")
+
 MB = 1 << 20
 
 

@@ -24,6 +24,8 @@ from tests.clients import CHAT, HI
 from tests.oracle import EMBEDDING, oracle_path
 from tests.test_cli import run
 
+pytestmark = pytest.mark.usefixtures("compiled_when_launched")
+
 TINY, SMALL, ROWS = "synthetic:tiny", "synthetic:tiny:q4_k", "synthetic:qwen3-tiny-embedding"
 COMPLETION = "/v1/completions"
 
