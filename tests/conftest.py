@@ -1,5 +1,6 @@
 """The cards that tests run on: the emulated one and every NVIDIA card of this machine."""
 
+import gc
 from functools import cache
 
 import pytest
@@ -56,6 +57,14 @@ def pytest_generate_tests(metafunc):
 def card(request):
     """Each card in turn. It is shared by all tests: a test that breaks a card opens its own."""
     return _cards()[request.param]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _former_files_are_left_out_of_collections():
+    """Compiling leaves millions of objects, and a collection that looks through them takes seconds. Many tests ask for
+    one."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture

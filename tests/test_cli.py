@@ -522,6 +522,7 @@ def test_the_end_of_a_server_tells_its_clients(signals, arguments, code):
 def test_what_lives_as_long_as_an_engine_is_left_out_of_collections(monkeypatch):
     """From the first moment on, and again when a server has gone on with another engine; not when it has failed."""
     frozen, engines = [], [None, None]
+    gc.unfreeze()                                   # of former files
 
     def join():                                     # an engine has failed
         frozen.append(gc.get_freeze_count())
