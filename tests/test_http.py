@@ -18,6 +18,7 @@ import time
 
 import openai
 import pytest
+import waitress.trigger
 
 from api import connection as connection_api
 from api import http as http_api
@@ -515,3 +516,15 @@ def test_the_end_of_a_server_waits_for_no_look(monkeypatch):
             started = time.monotonic()
             client.close()
         assert time.monotonic() - started < 30
+
+
+def test_something_else_wakes_a_server_that_ends(monkeypatch):
+    """Before the byte that tells it is written: its trigger is not closed until then."""
+    def pull(trigger, write=waitress.trigger.trigger._physical_pull):
+        write(trigger)
+        time.sleep(0.1)
+        write(trigger)
+
+    monkeypatch.setattr(waitress.trigger.trigger, "_physical_pull", pull)
+    with serving(app_of(PacedEngine())):
+        pass
