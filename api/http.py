@@ -166,12 +166,12 @@ def serving(app: flask.Flask, host: str, port: int, tls: ssl.SSLContext | None =
     workers.set_thread_count(settings.threads)
     listeners = [Listener(service, tls, app, watched, _sock=one, dispatcher=workers, adj=settings, bind_socket=False,
                           sockinfo=(one.family, one.type, one.proto, one.getsockname())) for one in sockets]
-
     is_told = threading.Event()
 
     def leave():
-        """Of the polling thread, which would not notice before its next look that another one closes its sockets. The
-        trigger that tells it is closed, too, so whoever pulls it must be done: something else may wake the thread."""
+        """Closes the sockets of listeners and of quiet clients, in the polling thread: it would not notice before its
+        next look that another thread closes them. This closes the trigger, too, which something else may have pulled
+        before. So it waits until nobody pulls the trigger any more."""
         is_told.wait()
         for listener in listeners:
             listener.close()

@@ -6,8 +6,8 @@ Numba and libNVVM compile each kernel. Contraction of a·b + c is switched off, 
 carries `.rn` and rounds as the Python source says, on every card. Arithmetic on `cuda.fp16` scalars calls functions
 that numba-cuda keeps in CUDA C. NVRTC compiles these functions, and their PTX is put into the kernel's PTX text.
 
-Numba's part takes longest. It is done once for all compute capabilities, and quick_numba.py makes it shorter. The part
-of libNVVM is done for each.
+Numba's part takes longest, and quick_numba.py makes it shorter. For kernels of this folder it is done once for all
+compute capabilities. The part of libNVVM is done for each.
 
 Argument types are short strings, e.g. ``"float32[2]"`` for a C-contiguous array of two dimensions and
 ``"uint32"`` for a scalar. A Python int is passed as uint32, a Python float as float32, a bool as boolean; NumPy
