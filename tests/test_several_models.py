@@ -248,6 +248,7 @@ def row_of(app):
 
 def test_models_take_turns_on_a_card_with_room_for_one(monkeypatch):
     """Each gives what it gives alone, and gives back all of its memory when it goes."""
+    monkeypatch.setattr("engine.served.LOADS_SECONDS", 3600.0)     # longer than this test takes on any machine
     of = ",ctx=512,kv-tokens=512,checkpoint-memory=1,idle=never"
     models = ["-m", f"a={TINY}{of}", "-m", f"b={SMALL}{of}"]
     alone = {}
@@ -263,8 +264,8 @@ def test_models_take_turns_on_a_card_with_room_for_one(monkeypatch):
             assert ask(app, name) == alone[name]
             assert [one.name for one in group.served if one.state == "loaded"] == [name]
             assert card.free_bytes == left.setdefault(name, card.free_bytes) < empty
-        refused = ask(app, "a")                     # four loads in a minute are the most
-        assert refused.status_code == 503 and int(refused.headers["Retry-After"]) > 10
+        refused = ask(app, "a")                     # four loads are the most within that time
+        assert refused.status_code == 503 and 60 < int(refused.headers["Retry-After"]) <= 3600
         assert ask(app, "b") == alone["b"]
 
 
