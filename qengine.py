@@ -2,8 +2,8 @@
 
 Table of contents
     1  Config              what the metadata of a model file says
-    2  Weights             what a layer has of the tensors on its card
-    3  Passes              what runs through the layers, and what layers keep
+    2  Weights             the tensors of a layer, on its card
+    3  Passes              what runs through the layers: rows of a prompt, or of a decode step
     4  Layers              each kind of mixer and MLP, with all of its facts
     5  Model and cache     the forward pass of a range of layers
     6  Stages              layers on cards, one after the other
@@ -14,8 +14,8 @@ How a token travels. Three kinds of threads take part: the caller's, the schedul
 
     Engine.submit           a Request becomes a Generation, which waits in the scheduler's queue
     Scheduler.run_round     a Generation that gets a slot becomes a Sequence; each round queues a pass of a
-                            prompt (beside answers, some layers of it) and a decode step of one group of
-                            answers; without a prompt, of every group
+                            prompt (some layers of it while answers run) and a decode step of one group of
+                            answers; without a prompt, a decode step of every group
     Pipeline.prefill, step  posts the pass or step to the worker of every stage, in the order of the layers
     Stage.queue_...         launches kernels on the stage's card; decode steps replay a recording
     Model.layer_by_layer    embedding, then for each layer mixer (DeltaNet or Attention) and MLP, on rows of x
@@ -25,9 +25,9 @@ How a token travels. Three kinds of threads take part: the caller's, the schedul
                             become inputs of the next step (kernels/advance.py), and a copy of them goes to the host
     Scheduler._take         the host reads the tokens: Generation.push makes each a Delta with text, for the caller
 
-Before that, `encode_prompt` (engine/tokenizer.py) makes tokens of the text. The first token of an answer comes from the
-last pass of its prompt (`Stage.queue_first_choice`). The next step is queued before the host has read the tokens of
-this one, so a card without a grammar to obey does not wait for the host. Models for embeddings and reranking have a
+Before `submit`, `encode_prompt` (engine/tokenizer.py) turns text into tokens. The first token of an answer comes from
+the last pass of its prompt (`Stage.queue_first_choice`). The next step is queued before the host has read the tokens of
+this one, so the card waits for the host only if an answer has a grammar. Models for embeddings and reranking have a
 scheduler of their own (engine/packing.py), the same layers, and no head or sampler. engine/request.py lists the errors
 of requests and model files; kernels/ adds `CardError` and `CompileError`. docs/how-it-works.md ends with a glossary.
 """
@@ -121,7 +121,7 @@ class Config:
 
     Layers are counted without the next-token-prediction (nextn, MTP) blocks that may follow them. A layer's kind is
     "linear" (Gated DeltaNet), "attention" (full attention with an output gate), "plain attention" (without a gate) or
-    "pooled attention" (the same, of models for embeddings and reranking).
+    "pooled attention" (without a gate, in models for embeddings and reranking).
     """
 
     name: str
@@ -146,14 +146,14 @@ class Config:
     n_vocab: int
     tied_embeddings: bool                 # the output head is the embedding table
     context_length: int                   # tokens the model was made for
-    pooling: str | None                   # None: it generates text. Else how it makes one row of those of a text:
+    pooling: str | None                   # None: the model generates text. Else how the rows of a text become one:
                                           # "last", "mean" or "cls" for embeddings, "rank" for reranking
     n_experts: int = 0                    # of a layer; 0 if the MLPs are dense
-    n_used_experts: int = 0               # of them, by a token
+    n_used_experts: int = 0               # experts of a layer that one token uses
     expert_dim: int = 0
     shared_dim: int = 0                   # of the expert that all tokens use
     one_gate_up: bool = False             # whether files have gate and up of an expert in one tensor
-    kv: str = FLOAT16                     # how keys and values are kept, see kernels/kv_formats.py: not the file's word
+    kv: str = FLOAT16                     # format of the KV cache (kernels/kv_formats.py): the user's choice
 
     @property
     def query_dim(self) -> int:
@@ -195,12 +195,12 @@ class Config:
 # ======================================================================================================
 # 2  Weights
 # ======================================================================================================
-# A Loader (engine/weights.py) puts tensors on a card: a Matrix, or a Stack of those that read the same input, or the
-# Experts of a layer.
+# A Loader (engine/weights.py) puts tensors on a card: as a Matrix, as a Stack of matrices that read the same input, or
+# as the Experts of a layer.
 
 
 def matrices(part) -> list[Matrix]:
-    """All Matrix objects in the fields of a mixer, an MLP or a layer, those in Stacks too, those of Experts not."""
+    """All Matrix objects in the fields of a mixer, an MLP or a layer: also those in Stacks, not those in Experts."""
     if isinstance(part, Matrix | Experts):
         return [part] * isinstance(part, Matrix)
     fields = dataclasses.fields(part) if dataclasses.is_dataclass(part) else ()
@@ -264,11 +264,11 @@ class PromptPass:
 
     rows: Rows
     marks: tuple[Mark, ...]         # in ascending order
-    pictures: tuple                 # (row, Array [n, hidden] on the first card): takes the place of embeddings
+    pictures: tuple                 # (row, Array [n, hidden] on the first card): replaces embeddings from this row on
     shares_card: bool               # whether other micro-batches run at the same time
-    batch: MicroBatch | Alone       # puts what layers change, and memory that micro-batches share, in order
-    sparse_from: int | None         # where the first row stands in a sparse prompt; None: rows see all keys before them
-    n_keys: int | None = dataclasses.field(default=None, kw_only=True)      # that its last row sees; None: any number
+    batch: MicroBatch | Alone       # decides which micro-batch uses shared memory, pages and states first
+    sparse_from: int | None         # position of the first row in a sparse prompt; None: rows see all keys before them
+    n_keys: int | None = dataclasses.field(default=None, kw_only=True)      # keys of the last row; None: any number
 
     tiles: ClassVar = None
 
@@ -284,8 +284,8 @@ class PromptPass:
 
 @dataclass(frozen=True)
 class PackedPass(PromptPass):
-    """A pass over parts of several texts, one behind the other: consecutive tokens of a slot each. The layers must all
-    be attention."""
+    """A pass over parts of several texts, one after another. Each part is consecutive tokens of one slot. All layers
+    must be attention."""
 
     tiles: Array            # which rows belong together, see kernels/attention.py
 
@@ -509,8 +509,8 @@ class PlainAttention(Attention):
 
 
 class PooledAttention(PlainAttention):
-    """The same of a pooling model, where queries and keys are products of 16 bits of each activation: softmax magnifies
-    their errors (benchmarks/results.md)."""
+    """Plain attention of a pooling model. Its queries and keys are computed from activations of 16 bits, because
+    softmax magnifies their errors (benchmarks/results.md)."""
 
     def project_qkv(self, model: "Model", run: PromptPass) -> QKV:
         return self.qkv(model, run, model.project_norm_finely(run, self.in_proj, self.norm,
@@ -670,13 +670,13 @@ def check_model(config: Config, gguf: GGUF):
 # ======================================================================================================
 
 class Model:
-    """The forward pass of a range of layers on one card. The cache, whose states and pages the layers change, is the
-    caller's. Every float operation is a kernel of kernels/ on `card`; here is only their order."""
+    """The forward pass of a range of layers on one card. The layers change the states and pages of a cache that the
+    caller owns. Every float operation is a kernel of kernels/ on `card`; this class only decides their order."""
 
     def __init__(self, loader: Loader, config: Config, layers: range, progress=iter, drafts: bool = True,
                  wish: str = "auto"):
-        """drafts: whether the draft block is loaded, if the model has one. It lives on the last card. wish: of the
-        products of prompts, see kernels/products.py."""
+        """drafts: whether the draft block is loaded, if the model has one. It lives on the last card. wish: which
+        instructions shall multiply several rows, see kernels/products.py."""
         self.card, self.config, self.first_layer = loader.card, config, layers.start
         is_last = layers.stop == config.n_layers
         drafts = drafts and is_last and config.n_nextn > 0
@@ -704,7 +704,7 @@ class Model:
         self.chooser: block_sparse.Chooser | None = None        # if prompts may be sparse
 
     def work(self) -> Work:
-        """Of the layers. Of a draft block, what it adds to a pass over a prompt, and its pages."""
+        """The Work of the layers. A draft block adds its products in a pass over a prompt, and its pages."""
         found = sum((layer.work for layer in self.layers), Work())
         if self.block:
             pages = self.block.layer.work.page_bytes
@@ -785,15 +785,15 @@ class Model:
             yield index
 
     def compute_logits(self, rows: Rows, x: Array):
-        """logits[:n] = head(norm(x[:n])); n = rows.n, and nothing else of `rows` counts. The decode family computes
-        them after a prompt's pass, too, so that the head always rounds in the same way."""
+        """logits[:n] = head(norm(x[:n])), n = rows.n; the other fields of `rows` are not read. After a prompt's pass,
+        too, the decode family computes the logits, so that the head always rounds in the same way."""
         stack = Stack(((0, self.head),), self.head.n)
         self.multiply_normed(DecodePass(rows, rows.n), stack, self.head_norm, x, self.logits)
 
     # ---- what the layers share ----
 
     def is_fused(self, stack: Stack) -> bool:
-        """Whether one decode kernel computes the whole stack, which must be one Matrix, and the norm before it."""
+        """Whether one decode kernel computes the norm and the whole stack: only if the stack is one Matrix."""
         (_, matrix), *others = stack.parts
         return matrix.is_quantized and not others and not (self.gemv and matrix.format == "Q8_0")
 
@@ -804,8 +804,8 @@ class Model:
         return Projected(s.projected, stack.stride)
 
     def project_norm_finely(self, run: PromptPass, stack: Stack, weight: Array, n_columns: int) -> Projected:
-        """The same with activations of 16 bits for the first n_columns columns: a second product adds what 8 bits have
-        left."""
+        """As `project_norm`, with activations of 16 bits for the first n_columns columns: a second product adds what
+        rounding to 8 bits has lost."""
         card, s, n, u = self.card, self.scratch, run.rows.n, self.scratch.activations[self.config.hidden_dim]
         found = self.project_norm(run, stack, weight)
         if not any(matrix.is_quantized for _, matrix in stack.parts):
@@ -879,7 +879,7 @@ class Cache:
         self.card.copy_in(self.lags[slot:slot + 1], np.array([lag], np.int32))
 
     def reset(self, slot: int):
-        """Clear the recurrent states of a slot. Pages need none: a row reads keys and values only up to its own
+        """Clear the recurrent states of a slot. Pages need no clearing: a row reads keys and values only up to its own
         position."""
         if self.recurrent:
             checkpoint.clear_states(self.card, self.states, slot)
@@ -896,7 +896,7 @@ class Cache:
         self.card.copy_in(self.targets[slot:slot + 1], np.array([row], np.int32))
 
     def keep(self, places: Places, n: int):
-        """The checkpoints that `aim` has named, of those of n slots whose tokens have just filled a page."""
+        """Of n slots, those whose tokens have just filled a page get the checkpoint that `aim` has named."""
         if self.recurrent:
             checkpoint.keep_states(self.card, self.states, self.pending, places, self.targets, n)
 
@@ -957,8 +957,8 @@ class StepShape(NamedTuple):
 
 @dataclass(frozen=True)
 class Batch:
-    """The answers of a group on a card, as kernels/advance.py has them, and the rows of their decode step. outcomes:
-    those of the latest steps, in the buffers that take turns."""
+    """The records of a group's answers on a card (kernels/advance.py), and the rows of their decode step. outcomes: of
+    the latest steps, in buffers that are used in turn."""
 
     answers: Array
     inputs: Array
@@ -966,8 +966,8 @@ class Batch:
 
 
 class PromptRows(NamedTuple):
-    """The rows of a prompt's pass: n tokens of a slot, from position `start` on. numbers: the checkpoints of the states
-    behind the last row."""
+    """The rows of a prompt's pass: n tokens of a slot, from position `start` on. numbers: of the checkpoints that get
+    the states after the last row."""
 
     slot: int
     start: int
@@ -1020,8 +1020,8 @@ class Stage:
         if self.model.head:
             self.sampler = Sampler(card, demand, config.n_vocab, self.max_rows)
             self.first = card.alloc((1, advance.N_ANSWER), np.int32, "the answer that gets its first token")
-        # A prompt's pass has inputs of its own, since those of a batch stay there from one step to the next.
-        # Behind the last row is room, as a micro-batch reads from its own first row on.
+        # A prompt's pass has inputs of its own, because a batch keeps its inputs from one step to the next.
+        # INPUTS + 1: a micro-batch views the inputs from its own first row on, so its view ends later.
         self.inputs = card.alloc((INPUTS + 1) * self.max_rows, np.int32, "ids, slots and positions of a prompt's pass")
         self.incoming, self.outgoing = (
             [card.alloc((self.max_rows, config.hidden_dim), np.float32, f"{name} hidden states")
@@ -1080,7 +1080,7 @@ class Stage:
                      is_sparse: bool = False):
         """Queue a pass over consecutive tokens of a slot. The hidden states stay in the model's scratch.x until the
         next pass. marks: (tokens of the pass, number of the checkpoint that is taken after them). seen: of pictures.
-        n_layers: queue only so many layers of the pass, and the others by `continue_prompt`. Returns the event at the
+        n_layers: queue only so many layers of the pass; `continue_prompt` queues the others. Returns the event at the
         end of the pass, or the Span of a part."""
         n, (rope, copies) = len(ids), seen or (None, [])
         set_rows(self.inputs, ids, [slot] * n, range(start, start + n), rope)
@@ -1090,8 +1090,8 @@ class Stage:
         return self.card.default_stream.record() if n_layers is None else span
 
     def queue_pictures(self, placed, n_pieces: int | None) -> Span:
-        """Queue the encoding of pictures into rows of the Sight, or n_pieces of it. placed: None for the next pieces of
-        the encoding that was begun last."""
+        """Queue the encoding of pictures into rows of the Sight, or only n_pieces of it. placed: None: go on with the
+        encoding that was begun last."""
         if placed is not None:
             self.pictures_left = PassInParts(self.card.default_stream, [], self.sight.launch(placed))
         with self.card.span("pictures"):
@@ -1110,7 +1110,7 @@ class Stage:
         for number in numbers if is_last else ():
             self.cache.save(slot, number)
         if is_last:
-            self.prompt = NO_ROWS       # rows that others put into the inputs may stand anywhere
+            self.prompt = NO_ROWS       # other users of the inputs may set rows at any position
         return span
 
     def queue_first_choice(self, row: int, answer, n_drafts: int, log_probs: bool):
@@ -1145,7 +1145,7 @@ class Stage:
         return self.card.download(self.model.logits[:n])
 
     def set_batch(self, answers: np.ndarray, group: int):
-        """Set the answers of a group's next decode step, int32 [n, N_ANSWER]. No step has chosen tokens since."""
+        """Set the answers of a group's next decode step, int32 [n, N_ANSWER]. Clears the outcomes of former steps."""
         batch = self.batches[group]
         self.card.copy_in(batch.answers[:len(answers)], answers)
         for outcomes in batch.outcomes:
@@ -1165,8 +1165,8 @@ class Stage:
         return self.sampler and self.sampler.read_back(group, buffer, shape.n, shape.n_reports)
 
     def queue_layers(self, tokens: Tokens | None, shape: StepShape, group: int):
-        """Queue the layers of a group's next decode step: of the answers of `set_batch`, or of the tokens chosen
-        since."""
+        """Queue the layers of a group's next decode step. Its rows are the answers of `set_batch`, or the tokens chosen
+        since then."""
         self.receive_tokens(tokens, shape.n, group)
         before = self.sampler.latest[group] if self.sampler else 0
         self.replay(shape, self.launch_layers, shape.n, shape.width, group, before)
@@ -1210,7 +1210,7 @@ class Stage:
             self.model.behind(start).forward(self.prompt_pass(start, rows, n), self.cache)
 
     def prompt_pass(self, start: int, n: int, n_all: int, marks=(), batch: MicroBatch | Alone = Alone) -> PromptPass:
-        """The pass, or micro-batch, of n rows from `start` on, of the n_all rows of the inputs."""
+        """The pass, or micro-batch, over n of the n_all rows of the inputs, from row `start` on."""
         inside = tuple(mark._replace(end=mark.end - start) for mark in marks if start < mark.end <= start + n)
         rows = dataclasses.replace(rows_of(self.inputs[start:], n_all), n=n)
         pictures = self.sight.shown(self.prompt.copies, start, n) if self.sight else ()
@@ -1287,14 +1287,14 @@ class Stage:
         self.cache.save(0, 0)
 
     def launch_passes(self):
-        """The same of the layers in passes over prompts. Returns the lengths of the passes."""
+        """Launch every kernel of the layers that a prompt may need. Returns the lengths of the passes."""
         few = min(self.chunk, CHUNK)    # beyond CHUNK rows, the kernels depend on the number of pages alone
         lengths = *range(1, min(few, 64)), *range(64, few + 1, 8), *range(CHUNK, self.chunk + 1, PAGE_TOKENS)
         batches = [self.costs.micro_batches(n) for n in lengths]
         for n, shares_card in sorted({(n, len(sizes) > 1) for sizes in batches for n in sizes}):
             run = dataclasses.replace(self.prompt_pass(0, n, n), shares_card=shares_card)
             self.model.forward(run, self.cache)
-        if self.model.chooser:          # a page of queries that chooses; one launch is for any number of rows
+        if self.model.chooser:          # one page of queries that chooses keys; the kernel is the same for more rows
             self.model.forward(dataclasses.replace(run, sparse_from=block_sparse.RULE.dense * PAGE_TOKENS), self.cache)
         return lengths
 
@@ -1314,7 +1314,7 @@ class Stage:
         self.card.synchronize()                     # after this, nothing replays the recordings any more
         self.recordings.clear()
         self.model.gemv, self.model.gemm = gemv, gemm
-        self.model.views.clear()                    # which have the products of before
+        self.model.views.clear()                    # the views have the former products
 
 
 class PoolingStage(Stage):
@@ -1418,9 +1418,9 @@ class Pipeline:
         self.gallery = stages[0].gallery
 
     def load_kernels(self, tell=None):
-        """Load the kernels that any prompt and any answer will run. Card by card: what was compiled for the first card
-        is there for all. The calling thread compiles, not a worker, so that Ctrl-C can end it. With a `tell` there is
-        a bar of progress, or where stderr is no terminal, tell(sentence) is called."""
+        """Load the kernels that any prompt and any answer will run, card by card: what is compiled for the first card
+        serves the others, too. The calling thread compiles, not a worker, so that Ctrl-C can end it. With `tell`, a
+        progress bar is shown; if stderr is no terminal, tell(sentence) is called instead."""
         for stage in self.stages:
             worker, needed = stage.worker, stage.worker.ask(stage.needed_kernels).result()
             with tqdm.tqdm(desc="compiling kernels", total=len(needed), unit="kernel", leave=False,
@@ -1432,13 +1432,13 @@ class Pipeline:
             worker.ask(stage.record).result()
 
     def follow_script(self, texts: dict[int, list[int]] | None):
-        """From now on the drafts of slots are what their texts say at the same positions. None: drafters make them
+        """From now on, a slot's drafts are the tokens of its text at the same positions. None: drafters make drafts
         again. For tests and benchmarks."""
         self.last.worker.ask(self.last.sampler.follow_script, texts).result()
         self.last.worker.ask(self.last.recordings.clear).result()
 
     def use(self, gemv, gemm, check) -> list:
-        """See `Engine.use`. check: called for each product and shape. Returns what it gave."""
+        """See `Engine.use`. Calls `check` for each product and shape, and returns the results."""
         found = [stage.worker.ask(check, *case).result() for stage in self.stages
                  for case in stage.product_checks(gemv, gemm)]
         for stage in self.stages:
@@ -1548,18 +1548,18 @@ class Pipeline:
         return None
 
     def encode(self, placed: list | None, n_pieces: int | None = None) -> Task:
-        """Queue the encoding of pictures on the first card, or only n_pieces of `encoding_seconds`. placed: as
-        `Gallery.place` has it; None for the next pieces. A task that gives the Span."""
+        """Queue the encoding of pictures on the first card, or only n_pieces of it. placed: what `Gallery.place`
+        returns; None: go on with the encoding begun last. Returns a task that gives the Span."""
         return self.stages[0].worker.post(self.stages[0].queue_pictures, placed, n_pieces)
 
     def show(self, pictures: PromptPictures, start: int, end: int) -> Seen | None:
-        """Queue the encoding of what a pass over these tokens of a prompt shows. What `prefill` must know of it."""
+        """Queue the encoding of the pictures in tokens start to end of a prompt. Returns the `seen` of `prefill`."""
         if placed := pictures.place(start, end, self.gallery):
             self.encode(placed)
         return pictures.seen(start, end, self.gallery)
 
     def blame(self, pictures: PromptPictures, placed) -> RequestError | None:
-        """What a request with a NaN ends with, see `Sight.blame`. placed: what is not encoded to its end."""
+        """The error that ends a request with a NaN, see `Sight.blame`. placed: pictures that are encoded in part."""
         first = self.stages[0]
         return first.worker.ask(first.sight.blame, pictures, self.gallery, placed).result()
 
@@ -1604,14 +1604,14 @@ class Pipeline:
     # ---- decode steps of a group of answers ----
 
     def place(self, answers, group: int = 0):
-        """The answers of the decode steps that follow: a record of each, see `answer_of`."""
+        """Set the answers of the decode steps that follow: one record each, see `answer_of`."""
         answers = np.array(answers, np.int32)
         self.on_all(lambda stage: stage.set_batch(answers, group))
         self.chosen[group] = None
 
     def step(self, shape: StepShape, group: int = 0) -> Tokens:
-        """Queue a decode step of the answers of the batch. The tokens that it chooses are the batch of the next step,
-        see kernels/advance.py."""
+        """Queue a decode step of the group's answers. The tokens that it chooses are the inputs of the next step, see
+        kernels/advance.py."""
         tokens = Tokens(self.run_step(group, shape.n * shape.width, Stage.queue_step, shape)[-1])
         self.chosen[group] = tokens
         return tokens
@@ -1669,9 +1669,9 @@ class Flight:
 
 @dataclass
 class Progress:
-    """A pass over a prompt that is being queued: tokens from `start` to `end`. placed: the pictures that are encoded
-    instead, before a pass that shows them (`Gallery.place`). marks: (position, number of the
-    checkpoint that is taken there). pieces: those that are not queued yet, as `Pipeline.piece_seconds` has them."""
+    """A pass over a prompt that is being queued: tokens from `start` to `end`. placed: if not empty, no pass is queued,
+    but the encoding of these pictures (`Gallery.place`). marks: (position, number of the checkpoint that is taken
+    there). pieces: the seconds of each piece that is not queued yet (`Pipeline.piece_seconds`)."""
 
     sequence: Sequence
     start: int
@@ -1688,21 +1688,21 @@ def wants_log_probs(sequences: list[Sequence]) -> bool:
 
 class Scheduler(Rounds):
     """Decides what the cards do next. Its thread repeats `run_round`: admit requests, queue one pass of one prompt,
-    queue decode steps. What is `waiting` are Generations, what is `running` are Sequences.
+    queue decode steps. `waiting` holds Generations, `running` holds Sequences.
 
     engine/turns.py says which prompt gets the next pass, which rounds belong to running answers alone, and how many
-    layers of a pass are queued between two decode steps. Each round sees cancellations. The queue has no limit; the
-    HTTP server limits its open requests. Requests are admitted in the order of arrival, each when a slot and all pages
-    that its prompt and answer can need are available. Available pages are free or only kept for later prompts, less
-    those that are promised to running sequences. So a running sequence never lacks a page, and no request waits for
+    layers of a pass are queued between two decode steps. Each round ends cancelled requests. The queue has no limit;
+    the HTTP server limits its open requests. Requests are admitted in the order of arrival, each when a slot and all
+    pages that its prompt and answer can need are available. A page is available if it is free or only kept for later
+    prompts, and not promised to a running sequence. So a running sequence never lacks a page, and no request waits for
     ever.
 
     The prefix tree is searched only when a prompt's first pass is due, not when the prompt arrives. So of several
     similar prompts that arrive together, the later ones find the beginning that the first one has computed. A prompt
     whose turn it is, and whose next page another prompt is going to compute, gives its turn to that prompt.
 
-    A decode step is queued before the host has read the tokens of the step before. On one card the tokens stay on the
-    card, so it does not wait for the host; between cards a worker passes them on. If such a token ends its sequence,
+    A decode step is queued before the host has read the tokens of the step before. One card takes these tokens from its
+    own memory and does not wait for the host; between cards a worker copies them. If such a token ends its sequence,
     the queued step computes one row in vain. That does no harm: the row writes only into the slot and pages of the
     ended sequence, and all work of their next owner is queued later. If an answer has a grammar, the host reads the
     tokens while the layers of the next step run, and queues the choice after that.
@@ -1721,15 +1721,15 @@ class Scheduler(Rounds):
         self.free_slots = list(reversed(range(n_slots)))
         self.flights: list[Flight | None] = [None] * pipeline.n_groups  # the step in flight of each group
         self.landed_at: list[float | None] = [None] * pipeline.n_groups    # when a step landed right before this flight
-        # The width for which the latest step of each group makes drafts of the block.
+        # The width of each group's next step, for which its latest step makes drafts by the draft block.
         self.planned = [1] * pipeline.n_groups
         self.recorded = set()           # (group, result buffer, shape) of the steps for which there was a recording
         self.n_steps = [0] * pipeline.n_groups
         self.first_tokens = collections.deque()     # the Flights that end prompts
         self.next_groups = itertools.cycle(range(pipeline.n_groups))
         self.turns = Turns(pipeline.n_stages)
-        self.progress: Progress | None = None       # the pass of a prompt of which parts are queued, and parts are not
-        self.encoding: Progress | None = None       # such an encoding; prompts without pictures get passes meanwhile
+        self.progress: Progress | None = None       # the pass over a prompt that is queued in part
+        self.encoding: Progress | None = None       # the encoding queued in part; other prompts get passes meanwhile
         self.totals = dict.fromkeys(("requests", "cache_hits", "prompt_tokens", "cached_tokens", "generated_tokens",
                                      "keys_read", "keys_seen"), 0)
 
@@ -1751,10 +1751,10 @@ class Scheduler(Rounds):
 
     @contextlib.contextmanager
     def between_steps(self, leaves_pictures: bool = False):
-        """See Rounds. The pass of which parts are queued is queued whole: what it keeps in scratch memory would be
-        lost. leaves_pictures: no part of an encoding is queued, as the caller uses neither the tower nor its rows."""
+        """See Rounds. First, a pass that is queued in part is queued to its end, because the caller may overwrite its
+        scratch memory; so is an encoding, unless leaves_pictures: the caller needs neither the tower nor its rows."""
         with super().between_steps():
-            while run := self.progress or (None if leaves_pictures else self.encoding):     # then comes its pass
+            while run := self.progress or (None if leaves_pictures else self.encoding):     # an encoding adds its pass
                 self._queue_part(run, len(run.pieces))
             yield
 
@@ -1840,8 +1840,8 @@ class Scheduler(Rounds):
         return self.cache.n_available - sum(s.n_pages - len(s.pages) for s in self.running)
 
     def _prefill(self, sequence: Sequence):
-        """Queue the next pass of a prompt, or a part of it. A prompt that has pictures to show lets an encoding that
-        was begun come to its end."""
+        """Queue the next pass of a prompt, or a part of it. If the prompt still shows pictures, an encoding that was
+        begun is completed first."""
         if not sequence.has_begun:
             self._begin(sequence)
         run = self.progress or (self.encoding if sequence.pictures.after(sequence.n_computed) else None)
@@ -1893,7 +1893,7 @@ class Scheduler(Rounds):
         """All of a pass is queued: put its pages into the tree. After the last pass of a prompt, queue the choice of
         the first token."""
         sequence, start, end = run.sequence, run.start, run.end
-        if run.placed:          # next comes what they were encoded for: before it, no other picture takes their rows
+        if run.placed:          # next comes the pass that shows these pictures, before others take their rows
             self.progress = self._plan_pass(sequence)
             return
         sequence.n_computed = sequence.generation.n_read = end
@@ -1915,8 +1915,8 @@ class Scheduler(Rounds):
             self.first_tokens.append(Flight([sequence], tokens, self.turns.add_first_token()))
 
     def _begin(self, sequence: Sequence):
-        """Make the slot ready. The prompt goes on after its longest beginning that has a checkpoint. Its last token is
-        always computed, for its logits."""
+        """Make the slot ready. The prompt goes on after its longest beginning that has a checkpoint. The last token is
+        always computed, because its logits are needed."""
         generation, tokens, known = sequence.generation, sequence.tokens, 0
         generation.begin()
         if sequence.uses_cache:
@@ -1969,9 +1969,9 @@ class Scheduler(Rounds):
             members[largest][-1].group = smallest
 
     def decode(self, group: int):
-        """Queue a decode step of a group of answers. Then read the tokens of the group's previous step; earlier if the
-        batch changes or a grammar forces tokens, which become drafts, and, under a grammar, between the layers and the
-        choice."""
+        """Queue a decode step of a group of answers. Then read the tokens of the group's previous step. They are read
+        before the step if the batch changes or if a grammar forces tokens (which become drafts), and between the layers
+        and the choice of the step if a grammar rules the choice."""
         flight = self.flights[group]
         if flight and (flight.sequences != self.answering(group) or any(s.n_certain >= LEAST_FORCED
                                                                          for s in flight.sequences)):
@@ -2058,7 +2058,7 @@ class Scheduler(Rounds):
             expert_store.check(self.pipeline.stages)
             placed = [each for run in (self.progress, self.encoding) if run for each in run.placed]
             if sequence.pictures and (error := self.pipeline.blame(sequence.pictures, placed)):
-                return self._finish(sequence, error)        # its own rows alone hold the NaN
+                return self._finish(sequence, error)        # only rows of this sequence hold the NaN
             raise CardError(NAN_LOGITS)
         n_checked = sequence.land(outcome, len(rows), self.n_ctx)
         self.pace.land(sequence.generation.drafts, n_checked, count - 1, len(sequence.drafts))
@@ -2114,7 +2114,7 @@ class Scheduler(Rounds):
     def _finish(self, sequence: Sequence, error: Exception | None = None):
         self.running.remove(sequence)
         for run in [run for run in (self.progress, self.encoding) if run and run.sequence is sequence]:
-            self.cache.free_numbers += [number for _, number in run.marks]      # the rest of it is not queued any more
+            self.cache.free_numbers += [number for _, number in run.marks]      # the rest of the pass is never queued
             if run.placed:
                 self.pipeline.gallery.forget(run.placed)
             self.progress, self.encoding = (self.progress, None) if run is self.encoding else (None, self.encoding)
@@ -2187,7 +2187,7 @@ class Engine(TextOnly, TextEngine):
 
     @functools.cached_property
     def vocabulary(self) -> Vocabulary:
-        """The tokenizer as grammars need it. It is made for the first grammar, as large ones take a second."""
+        """The vocabulary as grammars need it. The first grammar makes it: a large one takes a second."""
         return Vocabulary(self.tokenizer)
 
     def encode(self, text: str) -> list[int]:
@@ -2195,7 +2195,7 @@ class Engine(TextOnly, TextEngine):
         return encode_prompt(self.tokenizer, text, self.n_ctx)
 
     def marks(self) -> list[int]:
-        """Which beginnings of later prompts need not be computed again (engine/prefix.py)."""
+        """The marks of all beginnings of prompts that need not be computed again (engine/prefix.py)."""
         return self.scheduler.cache.marks()
 
     generate = talk.generate                        # the text that follows a text
@@ -2209,13 +2209,13 @@ class Engine(TextOnly, TextEngine):
         running requests), kv_pages_cached (for later prompts) or kv_pages_free; checkpoints, and how many of them are
         checkpoints_on_card. Counts since the start: requests, prompt_tokens, cached_tokens (those of prompts that were
         not computed), cache_hits (requests with cached tokens), generated_tokens, keys_seen (pages of keys before the
-        queries of sparse prompts, over layers and KV heads) and keys_read (of these), checkpoints_spilled (to host
+        queries of sparse prompts, over layers and KV heads), keys_read (those read), checkpoints_spilled (to host
         memory), checkpoints_fetched (back from it), checkpoints_dropped (for want of room); and, as tuples with a count
         for each position of a draft in its check, drafts_checked and drafts_accepted."""
         return self.scheduler.stats()
 
     def clear_cache(self):
-        """Forget all prompts, pictures and answers but those that run. Raises EngineStopped."""
+        """Forget all prompts, pictures and answers, except those of running requests. Raises EngineStopped."""
         with self.scheduler.between_steps():
             self.scheduler.cache.clear()
             self.pipeline.gallery.clear()
@@ -2230,11 +2230,11 @@ class Engine(TextOnly, TextEngine):
         model's shapes; those of large shapes have fewer rows. ValueError says where a function is wrong. Running
         answers go on with the new functions.
 
-        approximate: numbers may differ by more than rounding. Then the Report tells how large the errors are, what
-        becomes of the engine's own answer to `question`, and how fast both are.
+        approximate: numbers may differ by more than rounding. Then the Report tells how large the errors are, how the
+        answer to `question` changes, and how fast the engine was before and is now.
         """
         if approximate:
-            self.use()                              # a reader's last product is nothing to compare with
+            self.use()                              # compare with the engine's own functions, not with earlier ones
         before = own_products.run(self, question) if approximate else None
         with self.scheduler.between_steps():
             check = own_products.error_of if approximate else own_products.check_product
@@ -2273,7 +2273,7 @@ class OpenModel:
         return {None: "text", "rank": "reranking"}.get(self.config.pooling, "embedding")
 
     def keeping(self, kv: str | None) -> "OpenModel":
-        """The same, with keys and values in this format, if any (kernels/kv_formats.py). Raises RequestError."""
+        """This model with a KV cache in the format `kv` (kernels/kv_formats.py), if given. Raises RequestError."""
         return self if kv is None else dataclasses.replace(self, config=keeping(self.config, kv))
 
     def demand(self, ctx: int | None = None, draft: int | str = "auto", mmproj: str | Path | None = None,
@@ -2331,13 +2331,13 @@ def load(model: str | Path | OpenModel = DEFAULT_MODEL, card: str | Card | list[
     ctx: tokens of a slot, prompt and answer together, or of a text. slots: answers that are generated at the same time.
     chunk: tokens of a prompt per pass at most, a multiple of 64 to 8,192; by default what suits card and model.
     progress: print the cards and a progress bar on stderr. memory: bytes of each card for engines (`Card.limit`).
-    kv_tokens: room for keys and values, in tokens, of all slots and what is kept for later prompts, at least ctx;
-    checkpoint_memory, checkpoint_host_memory: bytes for states from which those go on. Defaults: `plan.choose_sizes`.
+    kv_tokens: size of the KV cache in tokens, for all slots and for prompts to come, at least ctx; checkpoint_memory,
+    checkpoint_host_memory: bytes for states from which prompts to come go on. Defaults: `plan.choose_sizes`.
     draft: most drafts of an answer in a decode step, 0 to 7; "off" is 0, "auto" is as many as pay. expert_memory: bytes
-    of each card for experts (engine/expert_store.py); by default for all. products: what multiplies the rows of
-    prompts, "dp4a", "tensor" or the faster (kernels/products.py). kv: a format of kernels/kv_formats.py. sparse: long
-    prompts leave out keys (kernels/block_sparse.py): "off", "ask" where requests do, "on" unless they refuse. mmproj:
-    file of a model's eyes, "synthetic", "none"; by default its own. image_tokens: fewest and most of a picture.
+    of each card for experts (engine/expert_store.py); by default for all. products: which kernels multiply rows of
+    prompts, "dp4a", "tensor" or "auto" (kernels/products.py). kv: a format of kernels/kv_formats.py. sparse: whether
+    long prompts leave out keys (kernels/block_sparse.py): "off", "ask" if a request asks, "on" unless it refuses.
+    mmproj: file of the vision tower, "synthetic", "none"; by default its own. image_tokens: fewest, most of a picture.
     Raises ModelError, RequestError, CompileError, CardError (OutOfMemory shows what did not fit, and what would).
     """
     opened = (model if isinstance(model, OpenModel) else open_model(model)).keeping(kv)
@@ -2408,7 +2408,7 @@ def load_stages(opened: OpenModel, planner: Planner, progress: bool) -> list[Sta
             return [task.result() for task in loading]
         except BaseException as error:
             failures.append(error)              # Ctrl-C
-            for task in loading:                # until all are over, and the memory of their stages is free
+            for task in loading:                # wait until all are over and the memory of their stages is free
                 with contextlib.suppress(CardError):
                     task.wait()
             stop_all(workers, failures[0])
@@ -2416,8 +2416,8 @@ def load_stages(opened: OpenModel, planner: Planner, progress: bool) -> list[Sta
 
 
 class PlannedModel:
-    """A model on paper: the Blueprint of engine/plan.py. format: if given, every matrix whose row length is a multiple
-    of the format's block counts as being in it."""
+    """A model on paper: the Blueprint of engine/plan.py. format: if given, the plan is made as if each matrix whose row
+    length is a multiple of the format's block were in this format."""
 
     def __init__(self, config: Config, weights: Weights, format: str | None = None):
         def type_of(name):
@@ -2484,7 +2484,7 @@ def make_planner(opened: OpenModel, card: str | Card | list[Card] | None, demand
 
 
 class Candidates(list):
-    """Cards of which a model takes the first if it fits there, or else all."""
+    """Cards for a model: it takes the first one if it fits there, else all of them."""
 
 
 def open_named(card: str | Card | list[Card] | None) -> list[Card]:
