@@ -13,10 +13,11 @@ which a token meets them:
     conv.py, gdn.py, gdn_decode.py      Gated DeltaNet: convolution, delta rule of prompts, of a decode step
     rope.py, attention.py               attention of prompts
     attend_decode.py, attend_codes.py   attention of a decode step; its scores where keys have 8 bits
-    attend_staged.py                    how its warps work alone where keys and values have few bits
+    attend_staged.py                    the same with warps that do not wait for each other, for keys and values in few
+                                        bits
     kv_cache.py, kv_formats.py          keys and values in pages
     kv_expand.py                        pages of few bits as halves, for prompts
-    hadamard.py                         what turns keys and values before they are quantised
+    hadamard.py                         the rotation of keys and values before they are quantised
     checkpoint.py                       copies of recurrent states
     swiglu.py                           the activation of the MLP
     route.py                            a mixture of experts: which experts each row goes to, and their rows
@@ -25,17 +26,17 @@ which a token meets them:
                                         side, the host's
     sample.py, logprobs.py              the next token of each row, log-probabilities
     accept.py                           which of these tokens an answer gains
-    draft_input.py                      what enters the draft block
-    draft_list.py, draft_head.py        what its head knows of each slot; its choice of a draft
-    ngram.py                            drafts of the next ones from the text so far
-    advance.py                          they become the inputs of the next step
+    draft_input.py                      the inputs of the draft block
+    draft_list.py, draft_head.py        logits of each slot's own list of tokens; the choice of a draft
+    ngram.py                            drafts from the text so far
+    advance.py                          chosen tokens and drafts become the inputs of the next step
     patches.py, patch_rope.py           pictures: their patches and positions
     half_gemm.py, layer_norm.py         products in half precision, LayerNorm
     picture_attention.py                attention within pictures
     formats/                            types of weights, on disk and on a card
     upload.py, finite.py, synthetic.py  loading: bytes of a file, a check for NaN, random weights
-    operands.py, records.py             what kernels take
-    limits.py                           what users may choose of them
+    operands.py, records.py             types of what kernels take: matrices, places, states
+    limits.py                           options of kernels that users may choose
 
 The machinery under them:
 

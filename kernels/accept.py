@@ -1,5 +1,5 @@
-"""Which of the tokens that a check chose become part of each answer: those up to the first that its drafts did not
-foresee.
+"""How many of the tokens that a check chose become part of each answer: those up to the first that is not the draft at
+its place.
 
 The rows of a check are in the order of kernels/advance.py: row j * n + i is row j of answer i. ids[row] is what the
 row held, row 0 the latest token of the answer and row j > 0 the j-th draft; tokens[row] is the choice after this row.
@@ -7,8 +7,8 @@ row held, row 0 the latest token of the answer and row j > 0 the j-th draft; tok
     row 0 counts       if it is not void
     row j > 0 counts   if row j - 1 counts, row j is not void, its draft is tokens of row j - 1, and it chose a token
 
-So each row that counts stood where plain decoding would have stood, and its choice is that of plain decoding. The
-answer gains the tokens of the rows that count:
+So each row that counts has seen the tokens that plain decoding would have seen, and chooses the same token. The answer
+gains the tokens of the rows that count:
 
     outcomes  int32 [n, 16]   | COUNT | TOKENS: 8, -1 behind the COUNT tokens | NEXT_DRAFTS: 7 times -1 |
 

@@ -3,12 +3,12 @@
     q . k = D^-1/2 sum over blocks of 128 dims (t_q t_k  sum over dims (n_q n_k))      n: codes, t: scales
 
 The query becomes a row like those of the keys (kernels/kv_formats.py): turned, its codes rounded to 8 bits, a scale for
-each 128 dims. The inner sum is an integer below 2^21, so it is exact, in whatever order; each block's is multiplied
-with its scales in float32, and then the two blocks are added. So no half is made of a key, and a butterfly adds
-integers.
+each 128 dims. The inner sum is an integer below 2^21, so it is exact in any order. The sum of each block is multiplied
+by its scales in float32, and then the two products are added. So keys are never converted to halves, and a butterfly
+adds integers.
 
-A lane holds the codes of its 8 dims of each of its keys, 2 words, and the scales of the keys whose products it ends
-with. With D = 256 the lanes 0 .. 15 have the first block of 8 keys and the lanes 16 .. 31 the second one; with D = 128
+A lane holds 8 dims of each of its keys, as 2 words of codes, and the scales of the keys whose products it has at the
+end. With D = 256 the lanes 0 .. 15 have the first block of 8 keys and the lanes 16 .. 31 the second one; with D = 128
 each half of the warp has 4 keys of its own.
 
     words, by lane:   | codes of key 0 | .. | codes of the last key | scales |        own_keys of them
@@ -88,7 +88,7 @@ def key_functions(kind, head_dim, own_keys):
 
     @cuda.jit(device=True, forceinline=True)
     def load_all(words, pages, at, most, lane):
-        """Of the keys at element `at` of the pages and behind it; `most`, the last one, in place of those beyond."""
+        """Loads the lane's words of the keys from element `at` of the pages on. Beyond key `most` it loads `most`."""
         own, chunk = first_and_chunk(lane)
         for j in range(uint32(own_keys)):
             key, n = uint32(min(j + own, most)), uint32(uint32(CODE_WORDS) * j)

@@ -28,9 +28,9 @@ page, 4,620 tokens 37 units of 2 pages, 18,400 tokens 58 units of 5 pages, 262,1
 A block has a warp for each of its query heads. A KV head with more than 8 of them has several such blocks, which take
 equal *shares* of its query heads; the first share's blocks write the new key and value into the page.
 
-In a check of many answers with up to 4 heads in a group, in float16, a block takes two rows of an answer, if there are
-two rounds of such blocks for all SMs; the other blocks end at once. It loads keys and values once and does what follows
-for one row after the other. With fewer blocks SMs would be idle, and instructions take the time, not bytes.
+In a check of many answers, in float16 and with up to 4 heads in a group, a block may take two rows of an answer. It
+loads keys and values once, and computes one row after the other; the blocks that are not needed end at once. A launch
+does so only if all SMs get two rounds of such blocks: with fewer, SMs would be idle, and loads are not the bound.
 
 A warp takes 8 keys of a page for all query heads of the KV head at once, so a row reads the cache once. A *span* is a
 group of D / 8 lanes that hold a row together, 8 dims each. With D = 256 a span is a warp, and each lane has its dims of
@@ -42,11 +42,11 @@ all 8 keys and values; with D = 128 a span is half a warp and has 4 of the keys 
     sum       a thread owns 2 dims of some heads and adds the chains of all spans in increasing order, float32;
               pages are merged into the unit's result in increasing order, rescaled to the running maximum
 
-A row has its new key and value from one warp, which makes the key and writes both into the page for later tokens. Every
-block of the row's last unit replaces with them, through shared memory, the stale row in its registers. In a check,
-that block also makes the keys and values of the answer's rows before, a warp each, and replaces theirs: so rows do not
-wait for each other. A block of several rows replaces those of each in its turn, so a row multiplies what it would
-alone. No result depends on what a block reads of these rows of the page meanwhile. The last block of a (row, share)
+One warp makes the new key and value of a row, and writes both into the page for later tokens. A block of the row's last
+unit has loaded what the page held there before. It replaces these stale values in its registers, through shared memory.
+In a check, it also makes the keys and values of the answer's earlier rows, a warp for each, and replaces theirs: so no
+row waits for another. A block of several rows replaces them anew for each row, so a row multiplies the same numbers as
+alone. No result depends on what these places of the page hold meanwhile. The last block of a (row, share)
 to finish merges the units in increasing order, applies the gate and writes the output, for each of its rows; it knows
 that it is the last from a counter on the card, which it sets back to zero. Accuracy: see kernels/attention.py.
 Pipe: half2 and fp32, about 600 instructions per lane for 64 keys and 4 heads. Bytes: 4 D per key and KV head in
@@ -55,9 +55,9 @@ float16, read once; 4 (D + 2) written and read per unit and head.
 **Few bits.** Keys and values of few bits lie in registers as they do in the page. A warp makes halves of its values
 before the products with them, and of its keys before the scores. Keys in 8 bits are multiplied as they are, by integers
 (kernels/attend_codes.py). A warp turns its query (kernels/hadamard.py), and the block that merges the units turns the
-output back before the gate. With fewer bytes to wait for, the waits of warps for each other take most of the time. So
-in a block of up to ALONE heads they do not wait (kernels/attend_staged.py): each warp has maxima, sums and results of
-its own, of its 8 keys of each page, and they are merged at the end of the unit. Measurements: benchmarks/results.md,
+output back before the gate. Loads are so short here that most of the time would pass while warps wait for each other.
+So in a block of up to ALONE heads they do not wait (kernels/attend_staged.py): each warp keeps maxima, sums and results
+of its own 8 keys of each page, and they are merged at the end of the unit. Measurements: benchmarks/results.md,
 sections attend_decode and kv_formats.
 """
 
@@ -159,8 +159,8 @@ def row_functions(kind, head_dim, own_keys):
 
     @cuda.jit(device=True, forceinline=True)
     def put_newest(words, at, new, lane):
-        """Replaces key `new` of the warp's 8 by the row at a shared address, and also the keys after it, in whose place
-        `load_rows` has loaded that key again."""
+        """Replaces key `new` of the warp's 8 by the row at a shared address. Replaces the keys after it, too: in their
+        place, `load_rows` has loaded key `new` again."""
         own, chunk = first_and_chunk(lane)
         w0, w1, w2, w3 = load_shared_row(at, chunk)
         for j in range(uint32(own_keys)):

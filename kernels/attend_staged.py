@@ -11,7 +11,7 @@ its values. Each 8 rows are a *slice*, which begins at a multiple of 16 bytes:
     page n          from registers to the warp's place in shared memory, then scores, probabilities, products
 
 So loads are few, none is repeated, and each has the time of a whole page to arrive. In shared memory any lane reads any
-word of the slice. So each sum has the lanes that suit it:
+word of the slice. So each sum can be divided among the lanes in its own way:
 
     scores, keys in 8 bits   D / 32 lanes share a key, and each has 32 of its dims: a head's sum crosses 4 lanes. With
                              D = 256 a warp takes 4 keys at once. Of the 8 lanes of a key the first 4 have the first
@@ -20,8 +20,8 @@ word of the slice. So each sum has the lanes that suit it:
                              the bits
     values                   a lane has 8 dims of its keys, and adds a key to the sums of all heads before the next one
 
-The row of a new token replaces the stale one in shared memory, in the form that it has in the page. So do the rows
-behind it, whose bytes may be anything: a scale that is no number would spoil the output even with probability 0.
+The row of a new token replaces the stale row in shared memory, in the page's format. It also replaces the rows behind,
+whose bytes may be anything: a scale that is NaN would spoil the output even with probability 0.
 
 Pipe: dp4a and half2. Bytes: those of keys and values, read once. Measurements: benchmarks/results.md, kv_formats.
 """
@@ -122,8 +122,8 @@ def slice_functions(row):
 
 
 def in_turn(functions):
-    """A device function that calls these of 4 arguments, one after the other. In a loop the compiler may keep the loop,
-    and with it what each turn computes anew."""
+    """A device function that calls these functions of 4 arguments, one after the other. A loop might not be unrolled
+    by the compiler, and would then compute indices anew in each turn."""
     if not functions:
         return cuda.jit(device=True, forceinline=True)(lambda a, b, c, d: None)
     first, others = functions[0], in_turn(functions[1:])
@@ -155,7 +155,7 @@ def scores_of_codes(kind, head_dim, group):
 
     @cuda.jit(device=True, forceinline=True)
     def key_of(lane):
-        """Whose product `scores` gives the lane, of the warp's 8 keys."""
+        """The key, of the warp's 8, whose product the lane gets from `scores`."""
         if n_own > 1:
             return uint32(uint32(lane >> uint32(3)) + uint32(lane & uint32(4)))
         return uint32(lane >> uint32(2))

@@ -31,7 +31,7 @@ output back before the gate.
 A block of threads belongs to one page of queries, since its 32 rows of heads do not reach over multiples of 64.
 
 Half precision where it is harmless. Products run on packed half2 FMA. A score is made of chains of 8 products per half,
-two of which are added in half precision; a value of 16 products in one chain. Then they are added to float32 sums, so a
+two of which are added in half precision; an output takes chains of 16 products. Chains are added to float32 sums, so a
 chain's rounding errors (2^-11 of its partial sum each) do not grow with the context. Softmax statistics, rescaling and
 all longer sums are float32; probabilities, at most 1, are rounded to half for the product with v. A value beyond 4,000
 in magnitude would overflow a chain. Relative L2 error against float64: 8.4e-4 over all, 2.6e-3 in the worst row.
@@ -57,8 +57,8 @@ A probability fills both halves of its word, so a product takes the word as it i
 two pipes, of which one cannot take one half of a word for both factors.
 
 Where no score of the warp exceeds its row's maximum so far, nothing is rescaled, since the factor would be exactly 1,
-and no maximum is exchanged. A score that is NaN counts as one that does, and there it makes the row's sum NaN: maxima
-leave a NaN out, so its probability is 0, and it would be lost if its value is finite. The sum of the probabilities
+and no maximum is exchanged. A score that is NaN counts as above the maximum, and then makes the row's sum NaN. Without
+this it would be lost: maxima ignore a NaN, so its key would get the probability 0. The sum of the probabilities
 stays with each lane's own keys until the end. Keys and values beyond the live length are never read: the index is
 clamped to the last live key, whose probability is then 0.
 

@@ -25,10 +25,10 @@ are few pages (`dense`). `Rule` holds these numbers.
                                                 query pages, KV heads and layers
 
 **The choice depends on tokens and absolute positions alone.** A page of queries is whole in a pass, or it is the last
-one of its prompt. It sees keys as the KV cache holds them. Floats are summed in an order that its page number decides,
-and what is compared and added between pages are integers, whose order is of no account. So neither chunks, nor cached
-pages, nor micro-batches, nor pieces of an expanded format, nor cards change a bit. All queries of a page count for its
-choice, also for rows before them: a prompt that ends within a page chooses from the rows that it has there.
+one of its prompt. It sees keys as the KV cache holds them. Floats are summed in an order that only the page number
+decides. Only integers are compared and added between pages, and their order does not matter. So neither chunks, nor
+cached pages, nor micro-batches, nor pieces of an expanded format, nor cards change a bit. All queries of a page share
+one choice, so later rows decide for earlier ones, too. A prompt that ends within a page chooses from its rows there.
 
 Three kernels, for up to TURN_ROWS rows at a time, so that L takes little memory:
 
@@ -82,24 +82,24 @@ class Rule(NamedTuple):
     dense: int              # query pages below this number read every page
     sinks: int              # pages at the beginning of a text that are always read; at least 1
     near: int               # nearest pages that are always read, the queries' own among them; at least 1
-    base: int               # the budget: so many pages,
-    share: int              # and one of so many that the queries see
+    base: int               # the budget of pages is base + n / share,
+    share: int              # where the queries see n pages
     spare: int              # all but 2^-spare of the estimated weight is enough
 
 
 RULE = Rule(dense=128, sinks=1, near=4, base=128, share=8, spare=9)
-CHOICE = 0.035              # the time of a choice, of that of dense attention (benchmarks/results.md)
+CHOICE = 0.035              # the time of a choice / the time of dense attention (benchmarks/results.md)
 
 
 def most_pages(n, rule=None):
-    """So many of the n pages that it sees a page of queries reads at most, unless more are broken. rule: by default
+    """The most pages that a page of queries reads of the n pages that it sees, unless more are broken. rule: by default
     RULE."""
     rule = rule or RULE
     return n if n <= rule.dense else min(max(rule.base + n // rule.share, rule.sinks + rule.near), n)
 
 
 def keys_worth(n, rule=None):
-    """The keys whose attention takes as long as a sparse query's with n tokens before it, about, at most."""
+    """About how many keys dense attention reads in the time of a sparse query with n tokens before it, at most."""
     n_pages = n // PAGE + 1
     return n if n_pages <= (rule or RULE).dense else min(PAGE * most_pages(n_pages, rule) + int(CHOICE * n), n)
 

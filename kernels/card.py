@@ -101,8 +101,8 @@ class Taken:
 
 
 class Lent(Memory):
-    """Bytes of something else, which `backing` keeps: of host memory (`Card.attach`), or of an allocation that arrays
-    share (`Card.packed`). They stay there when the card lets go of them."""
+    """Bytes that belong to `backing`: host memory (`Card.attach`), or an allocation that arrays share (`Card.packed`).
+    They are not freed with this Memory."""
 
     __slots__ = ()
 

@@ -1,5 +1,5 @@
 """Copies the states of the linear-attention layers from a slot to a checkpoint, or back, or clears them: one launch.
-And keeps them during a decode step, for the answers that have come to where a checkpoint may stand: one launch, too.
+During a decode step it saves the states of answers that have reached the place of a checkpoint: one launch, too.
 
     memory  float32 [n_layers, n_rows, heads, 128, 128]     states of the delta rule
     conv    float32 [n_layers, n_rows, 4, channels]         the last inputs of the convolution
@@ -191,9 +191,9 @@ def clear_states(card, states: States, row, stream=None):
 
 
 def keep_states(card, states: States, pending: Pending, places: Places, targets, n, stream=None):
-    """Row targets[s] of every layer <- what slot s remembers of the tokens before its position, for those of the n
-    slots in `places`, at their next positions, whose position is a multiple of 64. targets: int32 [n_slots]; -1: none.
-    states, pending: of all layers. Never allocates."""
+    """Row targets[s] of every layer <- what slot s remembers of the tokens before its next position, for those of n
+    slots whose next position is a multiple of 64. places: these slots and positions. targets: int32 [n_slots]; -1:
+    none. states, pending: of all layers. Never allocates."""
     n_layers, n_rows, n_v = states.memory.shape[:3]
     n_k = (states.conv.shape[-1] // HEAD - n_v) // 2
     blocks = min(card.n_sms, n_layers * n_v)

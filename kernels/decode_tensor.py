@@ -20,8 +20,8 @@ rows of w and columns of x. Warp v of 8 makes the chains v, v + 8, v + 16 and v 
                                        scale * sum
 
 Copies that pass no register bring x and Q8_0 to shared memory, three stages ahead. Weights of the other formats must be
-unpacked, so they pass through registers, one stage ahead. The halves of a block of every other 4 rows have changed
-places, as in kernels/tensor_gemm.py: so the 8 rows of an `ldmatrix` use different banks.
+unpacked, so they pass through registers, one stage ahead. In every second group of 4 rows, the two halves of a block
+are swapped, as in kernels/tensor_gemm.py: so the 8 rows of an `ldmatrix` use different banks.
 
 SwiGLU: the first half of a tile's rows are 32 rows of gate, the second half the same rows of up. 32 outputs of a column
 are one block of the quantisation.
@@ -573,7 +573,7 @@ SHAPES = {"64 x 8": Shape(4, 1, 2), "64 x 16": Shape(4, 2, 2), "64 x 32": Shape(
 
 # Shapes -> the time of a stage of a block of threads, in microseconds on an H100 whose SMs all have work.
 TIMES = {SHAPES["64 x 8"]: 0.96, SHAPES["64 x 16"]: 1.05, SHAPES["64 x 32"]: 1.2}
-LEAST, LEAST_OF_BYTES = 5, 25   # columns from which on these kernels are faster than those of dp4a; the latter, of Q8_0
+LEAST, LEAST_OF_BYTES = 5, 25   # columns from which on these kernels are faster than dp4a's; the second for Q8_0
 FILLED = 0.75                   # and the share of SMs that must have a tile of 64 x 32
 
 
@@ -583,8 +583,8 @@ def resident_blocks(format, shape):
 
 
 def takes(card, format, n, k, columns, swiglu=False):
-    """Whether a product is faster with these kernels than with those of dp4a, on a card on which those of prompts are;
-    and possible."""
+    """Whether these kernels can make a product, and faster than those of dp4a, on a card that multiplies prompts
+    faster on tensor cores."""
     least, widest = LEAST_OF_BYTES if format.bits == 8 else LEAST, SHAPES["64 x 32"].tile_columns
     fits = any(shape.tile_columns >= min(columns, widest) for shape in _fitting(card, format, swiglu))
     return (columns >= least and k % STAGE == 0 and fits

@@ -1,7 +1,7 @@
 """What enters the draft block: the rows of its passes, and their inputs.
 
 The draft block (engine/draft_block.py) predicts a token from two things: the token before it, and what the model
-thought before it saw that token. Slot t of its own keys and values comes from the token x_t and the hidden row h_(t-1):
+thought before it saw that token. Its key and value at position t come from the token x_t and the hidden row h_(t-1):
 
     out = [ enorm(embedding of x_t) ; hnorm(first_norm(h_(t-1))) ]          2 k numbers: the halves side by side
 
@@ -23,7 +23,7 @@ that rows 0 .. n - 1 are the ones from which drafts are made:
 
     row j * n + i     token back = COUNT - 1 - j of answer i, at position q = p + 1 + back, h from row back * n + i of x
 
-If the head for drafts skips ids, the tokens among these enter the slot's list (kernels/draft_list.py).
+If the head for drafts skips ids, chosen tokens with such ids enter the slot's list (kernels/draft_list.py).
 
 The rotary positions of a row are q less the lag of its slot (engine/sight.py).
 

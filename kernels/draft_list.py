@@ -10,8 +10,8 @@ of its prompt, and those that it has chosen lately, since a text often repeats i
 
 A warp takes an entry, a lane every 32nd block of 32 weights. Answers share no entries, so each reads its own rows: with
 1,024 entries 4.5 MB of a 9B in Q8_0. The products are of floats and add in another order than the decode family's, so a
-logit may differ in its last bits from that of the whole head: no more than a draft depends on it. Pipe: fp32; bound by
-memory.
+logit may differ in its last bits from that of the whole head. That may change a draft, never an answer. Pipe: fp32;
+bound by memory.
 """
 
 from functools import cache, partial

@@ -26,14 +26,14 @@ whose rows are past the end of its tile carries weights to shared memory for the
 
 Tiles of 32 and 64 rows multiply as `gemm` does, a block of k at a time. Tiles of 16 rows have so few products for each
 weight that the L1 cache would be the bound: a warp's load of 16 bytes takes it a cycle for each line of 128 bytes. So
-these tiles take 4 blocks of k at a time, and a load meets 4 or 8 columns where it would meet 16 or 32.
+these tiles take 4 blocks of k at a time, and a load touches 4 or 8 columns instead of 16 or 32.
 
 On tensor cores a tile is 64 rows high. Each of its 4 warps has all rows and a quarter of the columns, and multiplies 16
 rows at a time, as many times as the tile has rows. So few rows cost few products, and all warps have the same number.
 
 Pipe: dp4a, as in kernels/q8_gemm.py, or tensor; kernels/products.py chooses. Higher tiles read an expert's weights less
-often, and have more rows that belong to nobody; benchmarks/results.md, section expert_gemm, has both counted. On tensor
-cores a tile takes about as long with few rows as with many: what carries its weights to shared memory is the bound. Up
+often, but have more unused rows; benchmarks/results.md, section expert_gemm, counts both. On tensor cores a tile takes
+about as long with few rows as with many, because the copy of its weights to shared memory is the bound. Up
 to about 12 rows per expert, each expert is read once by dp4a, and memory bounds Q8_0. `combine` is bound by memory:
 4 (n_used + 3) bytes per value with the shared expert.
 """
@@ -224,13 +224,13 @@ def block_of(thread):
 
 @cuda.jit(device=True, forceinline=True)
 def block_of_pair(thread):
-    """Which of them two neighbouring threads carry, that have a half each."""
+    """Which of DEPTH blocks of k two neighbouring threads carry, half a block each."""
     return uint32(uint32(thread >> uint32(1)) & uint32(DEPTH - 1))
 
 
 @cuda.jit(device=True, forceinline=True)
 def first_column(thread):
-    """Of the columns that a thread carries a block of; the others are EACH, 2 EACH, ... further on."""
+    """The first column of which a thread carries a block; the others are EACH, 2 EACH, ... further on."""
     group = uint32(thread >> uint32(2))
     turned = uint32(uint32(uint32(group & uint32(1)) << uint32(2)) | uint32(uint32(group >> uint32(1)) & uint32(3)))
     return uint32(uint32(group & uint32(0xFFFFFFF8)) | turned)
@@ -581,8 +581,8 @@ def random_choice(rng, n_rows, n_used, n_experts):
 
 
 def upload_groups(card, experts, n_experts, rows):
-    """(groups with tiles of `rows` rows, their order on the host) of int32 experts [n_rows, n_used]. Behind the tiles
-    stand what are none."""
+    """(groups with tiles of `rows` rows, their order on the host) of int32 experts [n_rows, n_used]. Unused entries of
+    the list of tiles are -1."""
     order, position, tiles = group_reference(experts, n_experts, rows)
     room = np.full((most_tiles(experts.size, 1, n_experts, rows), 3), -1, np.int32)
     room[:len(tiles)] = tiles

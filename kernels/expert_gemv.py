@@ -466,7 +466,7 @@ def down_kernel(decoder, shape, shared_decoder, shared_shape, has_rows, asks):
 
     @cuda.jit(device=True, forceinline=True)
     def keep(products, results, n, n_used, output_bits, shared, thread):
-        """Puts this block's numbers where the block finds them that adds up the row."""
+        """Stores this block's numbers for the block that adds up the row."""
         row, i = uint32(cuda.blockIdx.y), uint32(uint32(uint32(cuda.blockIdx.x) << output_bits) + thread)
         if thread < uint32(uint32(1) << output_bits) and i < n:
             at = uint32(uint32(row * uint32(n_used + uint32(1))) * n + i)
@@ -495,7 +495,7 @@ def down_kernel(decoder, shape, shared_decoder, shared_shape, has_rows, asks):
     def asking_down_kernel(x, wq, wd, places, experts, weights, xq, xd, n, k, n_used, output_bits, shared, shared_wq,
                            shared_wd, shared_xq, shared_xd, shared_k, products, answer, words, state, layer,
                            milliseconds):
-        """The same; `answer` has what the host brings of rows that lack an expert."""
+        """The same; `answer` has the host's results for rows with an expert out of reach."""
         results, lane, warp = cuda.shared.array(RESULTS, float32), uint32(cuda.threadIdx.x), warp_number()
         raw, shared_raw = cuda.local.array(raw_shape, uint32), cuda.local.array(shared_raw_shape, uint32)
         begun = begin(raw, shared_raw, wq, wd, places, experts, n, k, n_used, output_bits, shared_wq, shared_wd,

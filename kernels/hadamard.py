@@ -4,8 +4,8 @@
     x = S H y / sqrt(128)        since H H = 128
 
 A key or value may have a few dims far larger than the others, and one scale for all dims would leave few levels to
-the others. Turned, every dim is spread over all of them, and they look like draws from one Gaussian. The turn keeps dot
-products: a turned query has the product with a turned key that the query has with the key. And a sum of turned values
+the others. The turn spreads every dim over all dims, which then look like draws from one Gaussian. The turn keeps dot
+products: the product of a turned query and a turned key is that of the query and the key. And a sum of turned values
 is the turned sum. So attention turns its query once and its output back once, and no key or value is turned back.
 
 H is 7 stages of butterflies, (a, b) -> (a + b, a - b), one for each bit of a dim's number. The device functions run
@@ -50,13 +50,13 @@ def butterflies(x, bits):
 
 
 def turn_reference(x):
-    """sqrt(128) times what [..., a multiple of 128] is turned to, in the type of x and in the order of `turn`."""
+    """sqrt(128) times the turned x [..., a multiple of 128], in the type of x and in the order of `turn`."""
     blocks = x.reshape(*x.shape[:-1], -1, BLOCK)
     return butterflies(blocks * _SIGNED.astype(x.dtype), (5, 6, 0, 1, 2, 3, 4)).reshape(x.shape)
 
 
 def turn_back_reference(y):
-    """What was turned to y: [..., a multiple of 128], float64."""
+    """The x whose turn is y [..., a multiple of 128], float64."""
     blocks = np.asarray(y, np.float64).reshape(*y.shape[:-1], -1, BLOCK)
     return (butterflies(blocks, range(7)) * _SIGNED * ROOT).reshape(y.shape)
 
