@@ -445,8 +445,8 @@ def _launch(card, quantized, outputs, states, projected, weights, places, heads,
         raise ValueError(f"a check of {width} rows, at most {CHECK_ROWS}; several need what is pending")
     # Without pending rows the kernel does not look at these three.
     records = pending or (places.slots, states.conv, states.conv)
-    # Two blocks would gather on an SM that is free first, while other SMs stay idle. So where there is an SM for every
-    # block, each asks for half of the shared memory of an SM, which it does not use. A check uses the registers.
+    # Two blocks would share the SM that is free first, while other SMs stay idle. So where there is an SM for every
+    # block, each asks for half the shared memory of an SM, without using it. A check uses the room in registers.
     alone = overlaps and n_v * rows <= card.n_sms
     kernel = decode_kernel(quantized, early and overlaps, pending is not None, most, alone and most > 1)
     card.launch(kernel, (n_v, rows), THREADS, *(output.reshape(-1) for output in outputs), states.memory.reshape(-1),

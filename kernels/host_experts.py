@@ -22,9 +22,9 @@ waits. The bits are those of the card: the same kernels compute them.
 Experts need not be in host memory either: a Supply (kernels/emulated/serving.py) then brings those of a request before
 its program runs, and says by their places where they are.
 
-The host has a program for each layer and for 1, 2, 4, 8, ... products. A request with fewer of them has pairs of -1 at
-its end, whose expert, n_experts, lies nowhere. A program packs the rows of its products, so that what nobody wants
-takes next to no time, and puts the results where their pairs are.
+The host has a program for each layer and for 1, 2, 4, 8, ... products. A request with fewer products is filled up with
+pairs of -1, whose expert, n_experts, has no place. A program copies the rows of its products side by side, so that
+filling up takes almost no time, and stores each result at its pair.
 
 Failures. A card that has waited for too long, or hears that no answer will come, writes 1 + the number of the layer to
 TROUBLE, and makes the rows of this and of later steps NaN. `check` turns TROUBLE into a sentence.
@@ -267,7 +267,7 @@ class HostExperts:
 # ---- the choice between fetching and computing -------------------------------------------------------------
 
 class Miss(NamedTuple):
-    """What it costs if the card lacks an expert: bytes of the expert, and the seconds of both ways."""
+    """The cost of an expert that the card lacks: its bytes, and the seconds to fetch it or to let the host compute."""
 
     n_bytes: int
     fetched: float

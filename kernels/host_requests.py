@@ -51,7 +51,7 @@ NAN = float("nan")
 
 class HostRequest(NamedTuple):
     """What the launches of a layer take to ask the host. The arrays are the card's; see the tops of this file and of
-    kernels/host_experts.py. Of `products` and `state`, rows of a step are the first ones."""
+    kernels/host_experts.py. A step uses the first rows of `products` and `state`."""
 
     words: Array                # uint32 [MAIL_WORDS]
     wanted: Array               # int32 [3, n]

@@ -441,8 +441,8 @@ def nanoseconds(context):
 # back to the last launch that does not overlap; that launch itself began when all kernels before it had ended. So
 # before its wait a kernel may read only what no kernel has written since that launch began: constants, as weights are,
 # and in a decode step the states, keys and positions that earlier steps left (`early`, below). A kernel that waits but
-# never calls `let_next_begin` draws the same line, if it ends with a fence: all before it have ended, and none behind
-# it begins before it has ended (kernels/advance.py). Code for older cards contains neither call (kernels/compile.py).
+# never calls `let_next_begin` counts as such a launch, too, if it ends with a fence: all before it have ended, and none
+# behind it begins before it has ended (kernels/advance.py). Code for older cards has neither call (kernels/compile.py).
 
 def _order(text):
     def typing(context):
@@ -589,7 +589,7 @@ commit_copies = intrinsic(_order("cp.async.commit_group;"))
 
 
 def wait_for_copies(n):
-    """An intrinsic () that waits until at most `n` groups of the thread, the last ones, are on their way."""
+    """An intrinsic () that waits until only the last `n` groups of the thread, or fewer, are under way."""
     return intrinsic(_order(f"cp.async.wait_group {n};"))
 
 
@@ -610,9 +610,9 @@ def unbias(total):
 
 # ---- warps -------------------------------------------------------------------------------------------------
 
-# The assembler knows that lanes have the same number only of what a shuffle gives to all of them. Where a loop or a
-# branch depends on another number, it expects the lanes to part: it writes a second path for each shuffle behind it,
-# and moves what it has loaded from register to register, for which the warp waits.
+# The assembler knows that all lanes have the same number only if a shuffle gave it to them. Where a loop or a branch
+# depends on any other number, it expects lanes to diverge. Then it writes a second path for each later shuffle, and
+# moves loaded values from register to register, for which the warp waits.
 
 @cuda.jit(device=True, forceinline=True)
 def uniform(x):

@@ -106,7 +106,7 @@ def _four_if(x, condition):
 @cache
 def spoil_function(head_dim):
     """spoil(v, k): the lane's values v of a head, or NaN if one of the head's keys is not finite in half precision. A
-    softmax may leave out a score that is no number, whereas a product with NaN is NaN: so who reads such a key notices,
+    softmax may ignore a score that is NaN, but a product with a value of NaN is NaN. So a key that is not finite shows
     in every format."""
 
     @cuda.jit(device=True, forceinline=True)

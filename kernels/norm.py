@@ -18,8 +18,8 @@ the sum and the product:
     lane                  0       1              31      |     0                   16-byte accesses
 
 The quantising form of rms_norm computes the same sum. For the product it reads the values again, and warp w of W takes
-groups w, w + W, ... of 128. So all warps share the divisions, also where kernels/q8_gemv.py computes the norm inside a
-product and where a launch has few rows, with more warps than the row has parts.
+groups w, w + W, ... of 128. So all warps share the divisions, even where there are more warps than the row has parts:
+in launches of few rows, and where kernels/q8_gemv.py computes the norm inside a product.
 
 The sum of squares has one fixed tree for a given k: a lane adds its 16 squares one after another, a butterfly adds the
 lanes, another butterfly the warps. A head of the gated norm is one group, so it takes one warp and no barrier.

@@ -70,7 +70,7 @@ class Experts:
 
 
 class Quantized(NamedTuple):
-    """Rows of activations as int8 blocks (kernels/quantize.py). Products read them; what quantises writes them."""
+    """Rows of activations as int8 blocks (kernels/quantize.py). Quantising kernels write them, products read them."""
 
     q: Array                # int8 [rows, k]
     d: Array                # float32 [rows, k / 32]: the scale of each block of 32

@@ -33,9 +33,9 @@ a card whose half2 pipe takes an instruction in every cycle (Hopper). 6 rows lea
 8 rows there are fewer loads, but only 8 warps, and 2,304 patches with 16 heads are just more than 132 SMs take at once.
 
 Where no score of the warp exceeds its row's maximum so far, nothing is rescaled, since the factor would be exactly 1.
-A score that is NaN counts as one that does, and makes the row's sum NaN, as in kernels/attention.py: maxima leave it
-out, so its probability is 0, and it would be lost. Keys and values beyond the picture are never read: the last one
-takes their place, with a probability of 0.
+A score that is NaN counts as above the maximum, and makes the row's sum NaN, as in kernels/attention.py. Without this
+it would be lost: maxima ignore a NaN, so its key would get the probability 0. Keys and values beyond the picture are
+never read: the last one takes their place, with a probability of 0.
 
 Pipe: half2.
 """

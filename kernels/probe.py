@@ -18,8 +18,8 @@ barrier of the whole grid cost. On the emulated card the figures are those of th
 expected values, and what the emulated card cannot run is skipped with the reason.
 
 The tensor path is measured with `mma.sync`: on fp16 with fp16 accumulators, because some cards halve the rate of
-float32 accumulators, and in each form by which kernels/tensor_gemm.py multiplies int8 (FORMS). Whether that kernel is
-faster than the one of dp4a, kernels/products.py measures.
+float32 accumulators, and in each form by which kernels/tensor_gemm.py multiplies int8 (FORMS). kernels/products.py
+measures whether that kernel is faster than the one of dp4a.
 """
 
 import argparse
@@ -52,7 +52,7 @@ from kernels.intrinsics import load_words4
 from kernels.open import open_cards
 
 UNROLLED = 512                                           # instructions of a round
-EMULATED_UNROLLED = 32                                   # on the emulated card, where one becomes many
+EMULATED_UNROLLED = 32                                   # on the emulated card: one instruction becomes many
 THREADS = 1024                                           # of a block; one block per SM
 TARGET_SECONDS = 0.02                                    # length of a timed loop
 REPEATS = 3                                              # of a measurement; the best counts

@@ -1,11 +1,11 @@
-"""Which kernels multiply several rows on a card, those of dp4a or those of tensor cores. Their bits are equal.
+"""Which kernels multiply several rows on a card: those of dp4a, or those of tensor cores. Their bits are equal.
 
                 rows of prompts           of those, experts         rows of decode steps
     dp4a        kernels/q8_gemm.py        kernels/expert_gemm.py    kernels/q8_gemv.py, decode_tile.py
     tensor      kernels/tensor_gemm.py    kernels/expert_gemm.py    kernels/decode_tensor.py
                 from Volta on             from Volta on             from sm_80 on
 
-Which of the two is faster, the name of a card does not say: vendors slow single instructions down, dp4a on some cards,
+A card's name does not say which of the two is faster: vendors slow single instructions down, dp4a on some cards,
 tensor cores on others. So `measure_products` finds it out, once on each card and for each weight format:
 
     1  how many products of int8 a second both instructions make in loops on registers (kernels/probe.py). Where `mma`
@@ -15,11 +15,11 @@ tensor cores on others. So `measure_products` finds it out, once on each card an
 
 What was found is kept beside the report of the probe. Times are found anew when one of the two kernels has changed.
 
-The engine's own products have other sizes. Each kernel's `relative_time` knows how its time depends on the size. That
-of tensor cores is multiplied by a factor of the card and the format: with it, the two times have at [N, K] and ROWS
-the ratio that was measured. For each size, the kernel with the shorter time multiplies. Decode steps are not measured:
-of enough rows and with large matrices they go by tensor cores where the measured product does. Products of experts have
-the factor of the format. Those of a layer share the tiles of rows, so one pipe makes all of them.
+The engine's own products have other sizes. Each kernel's `relative_time` knows how its time depends on the size. The
+time of tensor cores is multiplied by a factor of the card and the format. It makes the ratio of the two times at [N, K]
+and ROWS the measured one. For each size, the kernel with the shorter time multiplies. Decode steps are not measured:
+with enough rows and large matrices they use tensor cores if the measured product does. Products of experts have the
+factor of the format. All experts of a layer share tiles of rows, so one pipe makes all their products.
 
 Nothing depends on the choice but time. So it is harmless if a measurement was disturbed; `--probe` repeats it.
 """
@@ -105,7 +105,7 @@ class Products:
 
     @classmethod
     def of(cls, card, wish="auto"):
-        """With what is kept of a card."""
+        """The Products of a card, with what was found on it before."""
         return cls(card, wish, None if wish == "dp4a" else load(card))
 
     def multiply(self, y, stride, w, x, rows, add=False, *, concurrent=False):
@@ -134,11 +134,11 @@ class Products:
                 and self.uses_tensor(w.format, N, K, (ROWS,)))
 
     def gemv(self, y, stride, w, x, columns, add=False, *, stream=None):
-        """What it takes: `gemv` of kernels/q8_gemv.py."""
+        """A product that it `takes`, as `gemv` of kernels/q8_gemv.py."""
         decode_tensor.tensor_gemv(self.card, y, stride, w, x, columns, add, converts=self.converts, stream=stream)
 
     def gemv_swiglu(self, out, w, x, columns, *, stream=None):
-        """What it takes of gate and up: out <- quantised silu(gate . x) * (up . x)."""
+        """The same of gate and up: out <- quantised silu(gate . x) * (up . x)."""
         decode_tensor.tensor_gemv_swiglu(self.card, out, w, x, columns, converts=self.converts, stream=stream)
 
     @property
@@ -223,13 +223,13 @@ class Products:
 
 @functools.cache
 def fingerprint():
-    """Of the text of both kernels: times of others do not count."""
+    """A hash of the source of both kernels: times of other versions do not count."""
     texts = [Path(module.__file__).read_bytes() for module in (q8_gemm, tensor_gemm)]
     return hashlib.sha256(b"".join(texts)).hexdigest()[:16]
 
 
 def path_of(card):
-    """The file in which it is kept what was found on a card."""
+    """The file that keeps what was found on a card."""
     report = probe.path_of(card)
     return report.with_name(f"{report.stem}-products.json")
 
@@ -239,7 +239,7 @@ def save(card, found):
 
 
 def load(card):
-    """What is kept of a card: a Found, or None. Without times, if they are of other kernels."""
+    """The Found that is kept of a card, or None. It has no times if they are of other versions of the kernels."""
     try:
         data = json.loads(path_of(card).read_text())
         found = Found({key: positive(rate) for key, rate in data["rates"].items()},
@@ -333,8 +333,8 @@ def have_equal_ends(card, *arrays):
 
 
 def seconds_in_turn(card, launches):
-    """The shortest seconds of each launch. The host queues what is timed while the card is busy with AHEAD others: a
-    busy host may take longer to queue a launch than a card takes to do it, and would be timed in its place."""
+    """The shortest seconds of each launch. The host queues the timed launch while the card is busy with AHEAD others: a
+    busy host may take longer to queue a launch than the card takes to run it, and then the host would be timed."""
     best = [math.inf] * len(launches)
     for _ in range(TURNS):
         for i, launch in enumerate(launches):

@@ -50,7 +50,7 @@ class States(NamedTuple):
     memory: Array
 
     def layer(self, index: int) -> "States":
-        """The states of one layer, of those of several."""
+        """The states of one layer, out of those of several."""
         return States(self.conv[index], self.memory[index])
 
     def copy(self, card: Card, to: int, source: int):
@@ -92,7 +92,7 @@ class Pending(NamedTuple):
         return 4 * (CHECK_ROWS - 1) * heads.n_values * (VECTORS * HEAD + 1)
 
     def layer(self, index: int) -> "Pending":
-        """What is pending of one layer, of those of several."""
+        """The pending records of one layer, out of those of several."""
         return Pending(self.accepted, self.vectors[index], self.keep[index])
 
 
@@ -100,7 +100,7 @@ class DraftHead(NamedTuple):
     """Which tokens the columns of the head for drafts are (kernels/draft_head.py).
 
     n_low       columns of the lowest ids
-    skipped     ids between those and the last ones of the vocabulary, which have the next columns
+    skipped     ids between the lowest and the last ids of the vocabulary; the last ids have the next columns
     n_shared    columns of low and of last ids together; behind them, each slot's list has LISTED columns
     listed      int32 [n_slots, LISTED], the list of each slot, -1: no entry; None if no id is skipped
     n_listed    int32 [n_slots], how many entries each list has got; each takes the place of the oldest

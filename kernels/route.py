@@ -36,7 +36,7 @@ those of an expert by number. Then it cuts each expert's part into tiles of tile
     tiles of 2        |-----| |-| |-----| |-----| |-|         (0, 0, 2) (0, 2, 1) (2, 3, 2) (3, 5, 2) (3, 7, 1)
 
 One block of threads counts and places all pairs. A warp takes a stretch of them, 32 at a time, and counts each expert's
-in a line of its own in shared memory. A pair finds there how many of its expert stand before it in the stretch. Running
+in a line of its own in shared memory. The line tells a pair how many of its expert come before it there. Running
 sums over the warps, then over the experts, turn that into its position. All of this is counting, so nothing depends on
 the order in which warps run. Pipe: integer, about 45 instructions for 32 pairs; bound by the loads and stores of one
 SM, most of them scattered.
@@ -548,7 +548,7 @@ def route_like(card, choice, places, n_rows, n_experts, hits, seed, *, stream=No
     ones of the layer (see `hot_experts`) with probability `hits`, 0 to 1, else one of the others. Every DRIFT positions
     a hot expert gives way to another. A row has an expert once: if it is drawn again, the next one takes its place.
 
-    places: Places of the rows; seed: uint32, of the layer. The same of both give the same experts."""
+    places: Places of the rows; seed: uint32, of the layer. Equal places and seeds give equal experts."""
     n_used = choice.n_used
     check_sizes(n_experts, n_used)
     if n_experts < 2:

@@ -28,14 +28,14 @@ place on, marked by a `syncwarp`, the assembler moves no load forward, so that l
 
 `tile_function` makes the loop of a tile. The products of experts have it too (kernels/expert_gemm.py), with rows of x
 that lie apart and tiles that are seldom full: so there a warp keeps its columns in registers, passes over its rows 16
-at a time, and ends with the last row of the tile. It does so after all else in the round.
+at a time, and ends with the last row of the tile. It multiplies after all else in the round.
 
 INSTRUCTIONS has a Form of these products for each `mma`:
 
     m16n8k32    int8, from sm_80 on. `ldmatrix` gives a warp 8 rows of 16 bytes, four times, as `mma` takes them. In
-                shared memory the halves of a block of every other 4 rows have changed places: so 8 rows use different
-                banks, and so do 8 threads that each store a half of their own row. Where the halves of a block have
-                scales of their own, m16n8k16 makes a dot of each.
+                shared memory the two halves of a block are swapped in every second group of 4 rows: so 8 rows use
+                different banks, and so do 8 threads that each store a half of their own row. Where the halves of a
+                block have scales of their own, m16n8k16 makes a dot of each.
     m8n8k16     int8, sm_75: four of them in place of one, from the same registers
     m8n8k4      halves with float32 sums, sm_70. Threads that store a block make halves of its int8, so a block has 64
                 bytes. Integers up to 128 are exact as halves, and their dot is as a float: it stays below 2**24.
@@ -763,7 +763,7 @@ def tile_work(card, n, rows, shape):
 
 
 def tile_time(card, n, rows, shape):
-    """The time of a product that runs alone: as long as the SM takes that makes the most blocks."""
+    """The time of a product that runs alone: that of the SM with the most blocks."""
     alone, further = TIMES[shape]
     return alone + (-(-block_count(n, rows, shape) // card.n_sms) - 1) * further
 
@@ -777,7 +777,7 @@ def shape_for(card, n, rows, format, concurrent=False):
     """The Shape with which a product takes the least time. format: that of the weights. concurrent: other kernels run
     at the same time and use the SMs that this product leaves idle, so that only the work of its blocks counts.
 
-    The emulated card has one Shape, unless it is like another card: a kernel takes it long to compile, and its
+    The emulated card has one Shape, unless it is like another card: compiling a kernel for it takes long, and its
     processors are never partly idle.
     """
     if card.kind == "emulated" and not getattr(card, "like", None):

@@ -1,4 +1,4 @@
-"""Feeding a card with the bytes of a file, as fast as the link takes them, without a pass of the host over them.
+"""Brings the bytes of a file to a card, as fast as the link takes them; the host does not look at them.
 
     file ──threads──→ pinned buffer ──copy──→ raw bytes on the card ──kernel──→ where they belong
                       two of each: one piece is copied while threads fill the next
@@ -63,7 +63,7 @@ class Feeder:
             buffer.is_free = self.card.default_stream.record()
 
     def _fill(self, host, read, start):
-        """Reading lets go of Python's lock."""
+        """Reading releases Python's lock, so threads read side by side."""
         starts = range(0, host.size, SHARE)
         for _ in (self._threads.map if len(starts) > 1 else map)(
                 lambda at: read(start + at, host[at:at + SHARE]), starts):

@@ -1,7 +1,7 @@
 """The checking mode: memory errors and races of kernels, found without a GPU.
 
-    card = open_cards("emulated", checked=True)[0]       # all launches, or of any emulated card those in
-    with card.checking():
+    card = open_cards("emulated", checked=True)[0]       # every launch of this card is checked
+    with card.checking():                                # or, on any emulated card, those inside
         ...
 
 Every access is checked before it happens. The first error breaks the card (until the end of the `with`), with a
@@ -9,8 +9,8 @@ message that tells kernel, source line, block, thread, address and instruction.
 
 Global and local memory: an access lies within one live array and is aligned to its size. Freed memory is not
 used again for a while, and arrays lie far apart, so that a wrong address is most likely in no array; one that
-has strayed into another live array is not found. Nor is an index beyond a `cuda.local.array` that the
-compiler knows, since it leaves such an access out. In shared memory an array begins at an odd multiple of its own
+has strayed into another live array is not found. Nor is a constant index beyond a `cuda.local.array`, since the
+compiler leaves such an access out. In shared memory an array begins at an odd multiple of its own
 alignment, so that an access that needs a larger one is found, wherever an assembler may put the array.
 
 Shared memory: an access lies within the block's shared memory. Two accesses of different threads to one
@@ -19,11 +19,11 @@ warp, by a `syncwarp` between them. Running in lockstep orders nothing, nor do s
 write to one place from several lanes if all write the same value.
 
 Copies (`cp.async`): from its start until the thread has waited for its group, a copy may write to its place
-at any moment, so no thread may access it, nor may the one that has started the copy. Where the wait ends, the
+at any moment. So no thread may access that place, not even the one that started the copy. Where the wait ends, the
 copy is a write of this thread, and ordered as such. The place of a copy that is never waited for stays closed.
 
 Barriers: all lanes of a warp that have not returned take part, in a `syncwarp` for all lanes, too, and all warps that
-have not returned are at the same barrier. One that only a part of the block waits at orders as if it were of all.
+have not returned are at the same barrier. A barrier of a part of the block orders the accesses of all threads.
 
 Blocks, and between barriers the warps of a block, run one at a time, in an order drawn from a seed. Shared
 and local memory start as 0xFF bytes.
@@ -168,7 +168,7 @@ class Checking(Watching):
         super()._terminate(block)
 
     def _check_everyone_is_here(self, block, instr):
-        """At a barrier in a block: no lane waits elsewhere, unless where all that remains is to return."""
+        """Checks at a barrier in a block that no lane waits elsewhere, except where it has only to return."""
         places = {i for i in self.flow.waiting[block.index] if not self._returns(i)}
         missing = "0"
         for other in sorted(places & self.flow.masked):

@@ -39,7 +39,7 @@ class Dots(Conversions):
         return c
 
     def find_dot_chains(self, instrs):
-        """Finds chains in a block: signed dp4a, each of whose sum only the next one reads. Sets dot_chains (last of
+        """Finds chains in a block: signed dp4a, each the only reader of the sum before it. Sets dot_chains (last of
         a chain -> all of it) and inner_dots."""
         dots = {i.operands[0].name: i for i in instrs if i.name == "dp4a" and i.mods == ("s32", "s32")}
         self.dot_chains, self.inner_dots = {}, set()

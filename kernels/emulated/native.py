@@ -320,9 +320,8 @@ def _runtime():
 
 
 class Pool:
-    """A set of helper threads. One program runs at a time: launches that wait for another program need threads of which
-    that program does not depend, a pool of its own. awake: nanoseconds for which helpers look for the next program,
-    before they sleep."""
+    """A set of helper threads. One program runs at a time: a program that waits for another one must run in another
+    pool. awake: nanoseconds for which helpers look for the next program, before they sleep."""
 
     def __init__(self, awake=0):
         self._lock = threading.Lock()

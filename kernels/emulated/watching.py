@@ -1,7 +1,7 @@
-"""Translations that something outside takes part in.
+"""Translations with a hook: a flag that stops a kernel, or a function that sees each memory access.
 
 Stoppable: kernels that Ctrl-C ends, in a notebook *Interrupt*. Each round of a loop looks at a flag. The project's own
-kernels end, so they do without; those of readers need not.
+kernels end, so they need no flag; a reader's kernel may run for ever.
 
 Watching: what counters and checks share. Before every memory access a function outside is called.
 

@@ -37,7 +37,7 @@ A block adds this to a product with int8 activations xq of scale xd (kernels/qua
              the factor of the row, which is 1 unless the file has one
     acc    = fma(-minimum, xd * float(sum of xq), acc)      where there is a minimum; of Q2_K for each half
 
-Pipe: none; the bus that brings the file is the bound. Its layout: github.com/ggml-org/ggml, src/ggml-quants.c.
+Pipe: none; the bus that brings the file is the bound. Layout of the file: github.com/ggml-org/ggml, src/ggml-quants.c.
 
     floats.py                                         weights that are stored as floats
     format.py                                         what all formats share: planes, repacking, references
@@ -63,8 +63,8 @@ FORMATS = {format.name: format for format in (
 )}
 
 # The other types of GGML, number -> (name, weights per block, bytes per block). The engine does not run them, but it
-# refuses a file that has one by the type's name. A type that becomes a Format leaves this list. Of these only Q1_0 is
-# what published files have: those of Bonsai, which was trained with weights of d and -d
+# refuses a file that has one by the type's name. A type that becomes a Format leaves this list. Of these, published
+# files have only Q1_0: those of Bonsai, which was trained with weights of d and -d
 # (github.com/ggml-org/llama.cpp/pull/21273).
 OTHER_TYPES = {
     9: ("Q8_1", 32, 40), 15: ("Q8_K", 256, 292), 24: ("I8", 1, 1), 25: ("I16", 1, 2), 26: ("I32", 1, 4),

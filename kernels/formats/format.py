@@ -6,8 +6,8 @@ so many bytes of each block, so that neighbouring lanes load neighbouring bytes:
 
     planes (16, 4)      [k / 32][16] bytes, then [k / 32][4] bytes, then padding to 16 bytes        uint8 [n, q_row(k)]
 
-A row of `wd` has the scales: a header of wd_words uint16 for each block of the file. In front of the first one stands
-what the whole row shares, `row_head`, where a format has such a thing.
+A row of `wd` has the scales: a header of wd_words uint16 for each block of the file. If a format has numbers that a
+whole row shares (`row_head`), they stand in front of the first header.
 """
 
 from collections import namedtuple

@@ -5,8 +5,8 @@
     Q6_K         per 16:  weight = d s q,            s int8                 8 times (s of both halves), d
     Q3_K         per 16:  weight = d s q,            s of 6 bits, signed    the same
 
-Q2_K and Q3_K have few codes, so s times each of them is looked up: w is s q, which fits int8, and a product knows of no
-s. For Q3_K it is -s q, from -128 to 124, and the scale is -d.
+Q2_K and Q3_K have few codes, so s times each code is looked up: w is s q, which fits int8, and products need no s. For
+Q3_K w is -s q, from -128 to 124, and the scale is -d.
 """
 
 from functools import partial

@@ -7,7 +7,7 @@
 
 The codes lie in order (kernels/formats/codes.py). The table of MXFP4 and NVFP4 has twice the numbers
 that a float of 1 + 2 + 1 bits can be; their scales halve them again.
-e = 255 and a float byte with seven bits set stand for what is no number (OCP Microscaling Formats, version 1.0).
+e = 255 and a float byte with seven bits set stand for NaN (OCP Microscaling Formats, version 1.0).
 """
 
 import numpy as np
