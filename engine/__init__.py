@@ -1,11 +1,11 @@
 """Parts of the engine that the heart, qengine.py, uses and that know nothing of it: no file here imports qengine.
 
     request.py          a request and the answer on its way; the errors that leave an engine
-    limits.py           what users may choose, its limits and its defaults
+    limits.py           options of users, their limits and defaults
     gguf.py             model files, checked before use
-    hub.py              those of the Hugging Face Hub, by a name
+    hub.py              model files of the Hugging Face Hub, by a name
     hyperparameters.py  what the metadata of a model file says
-    details.py          what clients that list models are told of one
+    details.py          what a list of models says of each model
     weights.py          tensors from a file, or random ones, put on a card
     tokenizer.py        text to token ids and back
     template.py         messages to a prompt

@@ -61,8 +61,8 @@ class Constraint:
         return None
 
     def binds(self, ahead: int = 0) -> bool:
-        """Whether the grammar may rule the choice of the token after the next `ahead`, of which nothing is known yet.
-        The scheduler makes a mask for that token, or has to read the tokens before it first."""
+        """Whether the grammar may rule the choice of a token, if the `ahead` tokens before it are not known yet. The
+        scheduler makes a mask for that token, or has to read the tokens before it first."""
         return self.after is None or ahead > 0
 
     @property
@@ -118,7 +118,7 @@ def along(constraint, drafts: list[int]):
 
 
 def refusal(reason: str) -> RequestError:
-    """The error of a grammar against which llguidance or a trial says this."""
+    """The error of a grammar that llguidance or a trial refuses for this reason."""
     reason = reason.removesuffix("<non-verbose/>").strip()
     reason = "nothing that it allows can follow" if reason.startswith("NoExtension") else reason
     return RequestError("grammar", f"the grammar cannot be followed: {reason[:MAX_REASON]}")
@@ -128,7 +128,7 @@ FORCED_LETTERS = 1024       # most letters of forced text that are tokenised at 
 MAX_REASON = 1000           # letters of what llguidance says, which may quote the grammar
 KEPT_BYTES = 32 << 20       # of compiled grammars that are kept for later answers under the same schema or tools
 TOKEN_BYTES = 8 << 10       # what a lexer keeps of a token in a string of JSON whose length is limited
-LARGE, LARGE_BYTES = 4 << 20, 64 << 20      # from what size on a grammar is large; of all large ones in use
+LARGE, LARGE_BYTES = 4 << 20, 64 << 20      # bytes from which a grammar is large; most bytes of all large ones
 
 
 class Compiled:
@@ -175,7 +175,7 @@ class Vocabulary:
 
     def compile(self, grammar: str) -> Compiled:
         """A compiled grammar, whose matcher all callers share: deep_copy it before it takes tokens. Raises RequestError
-        for a grammar that a trial has found fault with, or that is large where there are enough of those.
+        for a grammar that a trial has refused, and for a large one if there are enough large ones in use.
 
         After a trial, nothing here holds the interpreter's lock for more than trials.LOCK_SECONDS, nor takes more than
         the time and the memory of the last of trials.LANES. A later step is bounded by trials.LIMITS. With grammars
@@ -203,7 +203,7 @@ class Vocabulary:
                 del self.kept[compiled.grammar]
 
     def _make_room(self, n_bytes: int):
-        """Forgets grammars that are kept until another one of this size may be."""
+        """Forgets kept grammars until there is room for one of this size."""
         with self.lock:
             while self.kept and n_bytes + sum(one.size for one in self.kept.values()) > KEPT_BYTES:
                 self.kept.popitem(last=False)

@@ -13,8 +13,8 @@ BLOCKS = {name: (block, n_bytes) for name, block, n_bytes in GGML_TYPES.values()
 
 
 def parameters(shapes: dict[str, tuple[int, ...]], config) -> str:
-    """How many parameters a model has, for people; of a mixture of experts also, as names of models have it without
-    draft blocks, how many a token uses. shapes: of its tensors; those of experts have three dimensions."""
+    """For people: how many parameters a model has; of a mixture of experts also how many a token uses, without draft
+    blocks, as in names of models. shapes: of its tensors; those of experts have three dimensions."""
     found = f"{sum(map(math.prod, shapes.values())) / 1e6:,.1f} million parameters"
     if not config.n_experts:
         return found
@@ -45,9 +45,8 @@ class ModelDetails:
 
     @classmethod
     def of(cls, weights) -> "ModelDetails":
-        """weights: has `shapes` and `type_of` of tensors, and `gguf`, the file; None: they are random, and then it has
-        the `architecture`. Vectors count as
-        float32, as files have them."""
+        """weights: has `shapes` and `type_of` of tensors, and the file `gguf`; this is None if they are random, and
+        then weights has the `architecture`. Vectors count as float32, as files have them."""
         gguf, n_weights = weights.gguf, collections.Counter()       # by type
         for name, shape in weights.shapes.items():
             n_weights[weights.type_of(name) if len(shape) > 1 else "F32"] += math.prod(shape)

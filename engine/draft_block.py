@@ -14,7 +14,7 @@ written during prompts (`prefill`: keys and values alone, the rest of the layer 
 (`draft`), for the tokens that the step has chosen. A chain also writes those of its drafts, beyond the newest token and
 within its page; they are overwritten when the tokens there are chosen.
 
-Passes of the layer itself are the heart's: this file is given the layer, and calls its parts.
+qengine.py defines the passes of the layer itself: this file gets the layer, and calls its parts.
 """
 
 import copy
@@ -99,9 +99,9 @@ class DraftBlock:
                      card.zeros(n_slots, np.uint32, "chunks of the head for drafts that have arrived"))
 
     def forget(self, slot: int, prompt=()):
-        """Before the first pass of a prompt, whose token ids are given: there is no row before it, as at position 0.
-        After a cached beginning there is one, but nobody has kept it; the first row of the new part is then a little
-        less like what the block was trained on."""
+        """Call it before the first pass of a prompt with these token ids: the row before that pass counts as missing,
+        as at position 0. After a cached beginning there was such a row, but nobody has kept it; the first row of the
+        new part is then a little less like what the block was trained on."""
         card, known = self.hidden.card, self.known
         card.fill(self.hidden[slot], 0)
         if known.listed is not None:

@@ -7,14 +7,14 @@
 
 A record is what the file has of an expert's matrix: codes, then scales, each from a multiple of ALIGNMENT on.
 
-The loader fills a matrix of all experts of a layer in memory before it is written: so much memory loading takes.
+The loader fills one matrix of all experts of a layer in memory before it is written, so loading takes that memory.
 
 Nothing is mapped, so a disk that fails or a file that was cut is an exception here (engine/reading.py): whoever needs
 the expert hears one sentence. The file has no name; it ends with the process.
 
 Which expert gives way. First those that the card holds by now; then the one with the lowest score, as on the card
 (engine/residency.py). The experts that were read last stay: the host learns of their use only when their step has
-ended. An expert that the card is being given stays until it is there.
+ended. An expert that is being copied to the card stays until the copy is done.
 """
 
 import itertools
@@ -184,7 +184,7 @@ class Window:
             return slot
 
     def release(self, slot: int):
-        """As often as it was held: the slot may get another expert."""
+        """Call it once for each `hold`: then the slot may get another expert."""
         with self._lock:
             self.held[slot] -= 1
 

@@ -14,8 +14,8 @@ their products in host memory (kernels/host_experts.py): whatever takes less tim
 
 Decode steps. Each step leaves the chosen experts of all layers in an array, which is copied to the host behind it.
 Before a later step is queued, the host reads what has arrived by then. engine/residency.py says which experts are worth
-a slot, and which ones give way. An expert that gives way is first read from host memory again, in the order of the
-default stream; then the new one is copied into its slot; and when the copy is done, the places say so.
+a slot, and which ones give way. First, in the order of the default stream, the places of an expert that gives way point
+to host memory again. Then the new expert is copied into the slot. When the copy is done, its places point to the slot.
 
 Prompts meet most experts in every layer. Their experts without slots are copied ahead of the products, through a small
 area of two halves: while products read one half, the link fills the other (`StoredMatrix.in_turns`).
@@ -24,8 +24,8 @@ If the machine's memory is too small for all experts, they lie in a file, and th
 host memory (engine/expert_file.py). The host's processor computes with what is there, and first reads what is not.
 
 Copies to the card that shall wait for nothing begin in page-locked memory. If the experts do not lie in such memory,
-they go through a little of it: those of prompts through a second area of two halves, a promoted one from the window, or
-through a slot of its own.
+they go through a little of it: experts of prompts pass through a second area of two halves; a promoted expert comes
+from the window, or passes through a slot of its own.
 
 Host memory is filled by the loader that fills cards: for it, `HostCard` is a card whose memory is host memory and whose
 kernels are run by this machine's processor.
@@ -191,8 +191,8 @@ def ranges_of(config, demand: plan.Demand) -> list[range]:
 
 
 def window_need(weights: Weights, config, layers: range, memory: int, most_rows: int) -> int:
-    """Bytes of experts in these layers that a card lacks which has `memory` for them, or what a step needs of the
-    largest layer, if that is more. 0: it lacks none. Cards share the host memory in these proportions."""
+    """Bytes of the experts of these layers for which a card with `memory` for experts has no room; at least what a step
+    needs of the largest layer. 0: it has room for all. Cards share the host memory in these proportions."""
     each = slot_bytes(weights, layers)
     lacking = config.n_experts - memory // max(each, 1)
     fewest = fewest_in_window(config.n_experts, config.n_used_experts, most_rows)
@@ -301,11 +301,11 @@ class StoredMatrix:
 
     def in_turns(self, n_pairs: int) -> Iterator[Experts]:
         """For the products of a prompt with n_pairs pairs. Yields Experts in turn, each with other experts within
-        reach, until all have been. Launches may read them that are queued on the present stream before the next ones
-        are asked for."""
+        reach, until all have been. Launches may read them if they are queued on the present stream before the next
+        Experts are asked for."""
         n_experts, store = len(self.on_card.places), self.store
         missing = np.flatnonzero(store.resident.slot_of[self.layer] == NOWHERE)
-        few = store.reads_host and 2 * n_pairs <= n_experts     # are met: kernels read those over the link
+        few = store.reads_host and 2 * n_pairs <= n_experts     # experts are met: read over the link
         if few or not missing.size or store.card.defers:
             yield self.on_card
             return
@@ -405,8 +405,8 @@ class StoredLayer:
         return HostLayer(tuple(gate_up), *down)
 
     def request(self, n_rows: int) -> HostRequest | None:
-        """With what the launches of a decode step ask the host for products of experts that are out of reach. None if
-        all are in reach."""
+        """The HostRequest by which the launches of a decode step ask for products of experts out of reach. None if all
+        are within reach."""
         return self.store.helper and self.store.helper.request(self.number, n_rows)
 
     def in_turns(self, experts: Experts, n_pairs: int) -> Iterator[Experts]:

@@ -220,8 +220,8 @@ class ExpertsMLP:
         return self.shared_down.is_quantized and all(matrix.is_quantized for _, matrix in self.shared_gate_up.parts)
 
     def shared_in_launches(self, model):
-        """The shared expert as the launches of the others take it, for gate and up and for down; (None, None) if they
-        cannot, or if a user has products of his own."""
+        """The shared expert as the launches of the other experts take it: for gate and up, and for down. (None, None)
+        if they cannot take it, or if a user has products of his own."""
         (_, matrix), *others = self.shared_gate_up.parts
         if others or len(self.gate_up) > 1 or not self.shared_is_quantized or model.gemv:
             return None, None
@@ -240,7 +240,7 @@ def multiply_grouped(card: Card, y: Array, stride: int, experts: Experts, x: Act
 
 
 def activate(card: Card, out: Activation, products: Array, n: int, is_quantized: bool):
-    """out = silu(gate) * up of n rows of products, in the form that what reads it takes."""
+    """out = silu(gate) * up of n rows of products, in the form that the next product reads."""
     if is_quantized:
         swiglu.swiglu_quantize(card, out.quantized, products, n, out.k)
     else:

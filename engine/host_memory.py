@@ -6,8 +6,9 @@ of a group have in the page cache counts as free, as it does for the machine (Me
     version 2   /sys/fs/cgroup/GROUP/           memory.max              memory.current          memory.stat
     version 1   /sys/fs/cgroup/memory/GROUP/    memory.limit_in_bytes   memory.usage_in_bytes   memory.stat
 
-GROUP is what /proc/self/cgroup names. Inside a container that may be a folder of the host, which is not there: then the
-root of the files is the group. Source: Documentation/admin-guide/cgroup-v2.rst and cgroup-v1/memory.rst of Linux.
+GROUP is what /proc/self/cgroup names. A container may see there the name of a folder of the host, which it cannot open:
+then the root of the files is the group. Source: Documentation/admin-guide/cgroup-v2.rst and cgroup-v1/memory.rst of
+Linux.
 """
 
 import os

@@ -45,6 +45,6 @@ def loading(weights, loader: Loader, is_wanted: bool):
 
 
 def bytes_of(model) -> int:
-    """Of the table of a Model, if it has one and multiplies nothing with it: it could lie in host memory."""
+    """Bytes of a Model's table, if it has one that multiplies nothing and so could lie in host memory; else 0."""
     table = model.embeddings
     return 0 if table is None or table is model.head else sum(array.nbytes for array in arrays_of(table))

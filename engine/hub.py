@@ -8,9 +8,9 @@
 A model that sees has a file with its eyes beside it, whose name holds "mmproj". Such a file is named in the same way,
 and found by itself where the model is one of the Hub.
 
-huggingface_hub brings the cache, the lists of files and the way there, so its variables count: HF_HOME for the place,
-HF_TOKEN for who asks, HF_ENDPOINT for a mirror, HF_HUB_OFFLINE for the cache alone. It throws away what an interrupted
-download has brought, so `fill_cache` puts files into its cache, and goes on where it was.
+huggingface_hub provides the cache, the lists of files and the connection, so its variables count: HF_HOME for the
+place, HF_TOKEN for who asks, HF_ENDPOINT for a mirror, HF_HUB_OFFLINE for the cache alone. It discards an interrupted
+download. So `fill_cache` puts files into its cache, and resumes an interrupted download.
 
 A plan needs no more than the headers of a model's files, some megabytes of many gigabytes: see HeadersOf.
 """
@@ -84,8 +84,8 @@ class NoSuchFile(ModelError):
 
 def local_path(model: str | Path, note: Callable[[str], None], kind: str = MODEL) -> str | Path:
     """The path of the file that a user's name for a model means, or for its eyes (kind). Files of the Hub are
-    downloaded unless they are in the cache; `note` is told which. Of HeadersOf there are headers alone. Any other name
-    is a path already. Raises ModelError."""
+    downloaded unless they are in the cache; `note` is told which. For HeadersOf, only headers are downloaded. Any other
+    name is a path already. Raises ModelError."""
     if str(model).startswith(PREFIX):
         return download(HubName.of(str(model)), note, kind, isinstance(model, HeadersOf))
     if not os.path.exists(model) and (name := hub_name(str(model))):
@@ -93,7 +93,7 @@ def local_path(model: str | Path, note: Callable[[str], None], kind: str = MODEL
     return model
 
 
-@functools.lru_cache(typed=True)        # HeadersOf a name is not the name
+@functools.lru_cache(typed=True)        # a HeadersOf equals its name, but means less
 def local_eyes(mmproj: str | Path | None, model: str | Path, note: Callable[[str], None]) -> str | Path | None:
     """The path of the file with a model's eyes; None for none.
 
@@ -125,7 +125,7 @@ def eyes_file(mmproj, opened, note):
 
 
 def hub_name(text: str) -> str | None:
-    """How the Hub's model is written that a text means, an address of the Hub or a name without `hf:`. None: it is
+    """The `hf:` name of the model that a text means: an address of the Hub, or a name without `hf:`. None: the text is
     rather a path."""
     if page := PAGE.fullmatch(text):
         revision, file = page["revision"], page["file"] or ""
@@ -350,8 +350,8 @@ def fetched(repository: str, file: str, commit: str) -> str:
 
 
 def fill_cache(repository: str, file: str, address: str, metadata):
-    """Puts a file's bytes where the cache has them. What has come of it lies beside that, and is gone on with, also by
-    another process. `address` is the Hub's, which leads to the bytes anew whenever the connection is."""
+    """Puts a file's bytes where the cache has them. What has come of a download lies beside that; another process may
+    go on with it, too. `address`: of the file on the Hub, which redirects each new connection to the bytes."""
     from huggingface_hub.file_download import http_get
     from huggingface_hub.utils import WeakFileLock, build_hf_headers
     blob = blobs_of(repository) / metadata.etag

@@ -1,4 +1,4 @@
-"""What users may choose, its limits and its defaults. The file imports nothing that takes time, so that the help of the
+"""Options of users, their limits and defaults. The file imports nothing that takes time, so that the help of the
 command line is there at once."""
 
 from pathlib import Path

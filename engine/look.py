@@ -21,7 +21,7 @@ What can be looked at, by name; n tokens, or those of `rows`:
 Attention's kernel keeps no weights, so NumPy computes them in float32 from the layer's own queries and keys, which are
 halves or of few bits. The kernel adds its scores in half precision in part; so its weights are those here to within
 about a thousandth. In KV formats of few bits, queries, keys and values are turned (kernels/hadamard.py); they are shown
-as they were before, with the rounding errors that they have since.
+turned back, with the format's rounding errors.
 """
 
 import functools

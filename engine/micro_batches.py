@@ -12,13 +12,13 @@ stream has all that is no pass: steps, the choice of tokens, copies. Events orde
 A step waits for memory most of the time, and a part computes. Together they take as long as in turns, but the pauses of
 answers are shorter (benchmarks/results.md). Kernels of the default stream have priority on an SM
 (`NvidiaCard.stream`). A step that got nothing of the card beside a part has the card to itself when the part is over,
-because the next part waits for it. Then nothing is gained: answers pause as in turns, but for one pause of two parts in
-each pass, after its first part.
+because the next part waits for it. Then nothing is gained: answers pause as long as if parts and steps took turns, and
+after the first part of each pass for two parts.
 
 A step and the part beside it change nothing that the other one uses. A pass gets its slot, pages and checkpoints before
 its first part, which waits for all that was queued earlier; and steps have scratch memory of their own
-(`Model.step_scratch` in qengine.py). Since the default stream waits for each part, whoever gets the slot and the pages
-of a cancelled prompt comes after what was queued of it.
+(`Model.step_scratch` in qengine.py). Since the default stream waits for each part, all queued work of a cancelled
+prompt ends before its slot and pages are used again.
 
 A pass of one micro-batch runs in the default stream, so its parts and the steps take turns. That is a pass of few rows,
 or of experts in host memory, or any on an emulated card. Several cards hand on whole passes, which take turns, too.
@@ -63,8 +63,8 @@ class MicroBatch:
 
     @contextlib.contextmanager
     def in_turns(self, needed):
-        """If needed, what is queued inside uses memory that micro-batches share: it waits for what any micro-batch of
-        the pass has queued so before."""
+        """If needed, what is queued inside uses memory that micro-batches share. It then waits for all that
+        micro-batches of the pass have queued in this way before."""
         for event in self.turn if needed else ():
             self.stream.wait(event)
         yield

@@ -13,7 +13,7 @@ GONE = "the client has hung up"
 
 
 def too_late(seconds: float) -> str:
-    """Of work that a request has allowed so many seconds."""
+    """The sentence about work that takes longer than a request allows."""
     return f"not finished after the {seconds:g} s that the request allows"
 
 

@@ -41,10 +41,10 @@ class PictureError(Exception):
 def read(data: bytes, min_tokens: int, max_tokens: int) -> tuple[int, int, bytes]:
     """(rows, columns, pixels) of a file's picture, its first one if it has several. rows, columns: in BLOCKs. pixels:
     uint8 [rows * BLOCK, columns * BLOCK, 3]. Raises PictureError."""
-    Image.MAX_IMAGE_PIXELS = PIXELS // 2        # Pillow refuses twice as many; here, as this is for this process alone
+    Image.MAX_IMAGE_PIXELS = PIXELS // 2        # Pillow refuses twice as many; set here, for this process alone
     try:
         with Image.open(io.BytesIO(data), formats=FORMATS) as image:
-            stretched_size(*image.size, min_tokens, max_tokens)     # before it is decoded, where that is for nothing
+            stretched_size(*image.size, min_tokens, max_tokens)     # raises before the picture is decoded in vain
             image.load()
             if image.format == "PNG":
                 mend_transparent_colour(image, bits=data[BITS])

@@ -37,9 +37,9 @@ class PipeMeter:
     get.
 
     A counted step takes a hundred times as long as others. So a step is counted only when somebody asks, and at most
-    once in PIPES_SECONDS. What counts steps is compiled before, shape by shape; answers go on meanwhile. That of one
-    plain answer is compiled when somebody asks for the first time, whether or not an answer is being written: later, a
-    short answer would be over by then.
+    once in PIPES_SECONDS. The code that counts is compiled before, for each shape of steps; answers go on meanwhile.
+    The code for a step of one plain answer is compiled at the first call, whether or not an answer is being written: a
+    short answer would be over before its code is compiled.
 
     pipeline, scheduler: those of an engine on one card. Such an engine has one group of answers.
     """
@@ -81,7 +81,7 @@ class PipeMeter:
         return step and step | {"seconds_ago": time.monotonic() - at}
 
     def _get_ready_for_one(self):
-        with contextlib.suppress(RequestError):             # where no slot is free, what runs is compiled for instead
+        with contextlib.suppress(RequestError):             # if no slot is free, compile for what runs
             with self.scheduler.borrow_slot(1, leaves_pictures=True) as sequence:
                 shape = self.scheduler.shape([sequence], 0)
             self._get_ready(shape._replace(width=1, n_drafts=0))
@@ -108,8 +108,8 @@ class PipeMeter:
         self.ready.add(shape)
 
     def _wait(self) -> bool:
-        """Whether an answer is being written; waits for one if not. Whoever asks when a request begins would else hear
-        nothing of a short answer."""
+        """Whether an answer is being written; waits for one if not. Otherwise, who asks when a request begins would
+        miss a short answer."""
         end = time.monotonic() + WAIT_SECONDS
         while not (found := self.scheduler.answering(0)) and time.monotonic() < end:
             time.sleep(LOOK_SECONDS)

@@ -619,10 +619,10 @@ class LayerCosts:
 def place_layers(demand: Demand, costs: LayerCosts, room: np.ndarray) -> list[range]:
     """The layers of each of several cards. room: bytes of each for weights, pages and states of layers.
 
-    Among the splits that fit into memory, those count whose slowest card is fastest with a prompt. Among these, the one
-    is chosen whose slowest card is fastest in a decode step. There is room for the contexts of all slots if that can
-    be; there must be room for one. If not even one context fits, the split is chosen as if memory did not matter: the
-    plan then shows what is missing on which card.
+    Of the splits that fit into memory, those are kept whose slowest card takes the least time for a prompt. Of these,
+    the one is chosen whose slowest card takes the least time for a decode step. A split fits if it has room for the
+    contexts of all slots, or, if no split has, for one context. If not even one context fits, the split is chosen as if
+    memory did not matter: the plan then shows what is missing on which card.
     """
     context, least, n_cards = demand.n_ctx // 2, pages_for(demand.kv_tokens or demand.n_ctx), len(room)
     starts, ends = np.ogrid[:costs.n_layers + 1, :costs.n_layers + 1]
@@ -669,7 +669,7 @@ class StagePlan:
     states: int                 # recurrent states of the slots
     checkpoints: int
     scratch: int                # for passes, hops and sampling, and what is lost to rounding (Card.granule)
-    drafts: int                 # what all of this would be less without drafts: a block that makes them and its pages,
+    drafts: int                 # what drafts take: a block that makes them and its pages,
                                 # records that take states back, rows of checks; not part of the others
 
     @property
@@ -686,7 +686,7 @@ class Plan:
     demand: Demand
     sizes: CacheSizes
     chunk: int                  # tokens of a pass, the same for all stages
-    columns: Callable[[], list[StagePlan]]      # what is taken for what; it takes as long as the rest of a plan
+    columns: Callable[[], list[StagePlan]]      # what memory is for; this takes as long as the rest of a plan
 
     @functools.cached_property
     def stages(self) -> list[StagePlan]:
@@ -702,7 +702,7 @@ class Plan:
 
     @property
     def spared(self) -> list[str]:
-        """What it does without, to fit, for people."""
+        """For people: what the plan does without, in order to fit."""
         table, said = sum(stage.table_bytes for stage in self.on_paper), []
         if self.demand.table_on_host and table:
             said.append(f"token embeddings: {show_bytes(table)} of page-locked host memory, as the card lacks room")
@@ -730,8 +730,8 @@ class Plan:
 
 
 def plan_stages(blueprint: Blueprint, cards: list, demand: Demand, layers: list[range]) -> Plan:
-    """The Plan of these layers on each card, whether they fit or not. Where they do not, it does without the first of
-    SPARED that makes them fit, if one does; but all experts leave the cards before anything else does."""
+    """The Plan of these layers on each card, whether they fit or not. If they do not, the plan does without the first
+    of SPARED that makes them fit, if any does. All experts leave the cards before anything else does."""
     found = stages_planned(blueprint, cards, demand, layers)
     has_experts = any(stage.costs.work.expert_bytes for stage in found.on_paper)
     for spared in () if has_experts and demand.expert_memory != 0 else SPARED:
@@ -764,7 +764,7 @@ def stages_planned(blueprint: Blueprint, cards: list, demand: Demand, layers: li
 
 def stage_plan(blueprint: Blueprint, card, stage, demand: Demand, sizes: CacheSizes, n_stages: int, free: int,
                used: int) -> StagePlan:
-    """What a stage on paper, which takes `used` of the `free` bytes of its card, takes them for."""
+    """What a stage on paper needs memory for. used: the bytes that it takes of the `free` bytes of its card."""
     plain, drafts = stage, 0
     if demand.drafts:
         without = dataclasses.replace(demand, drafts=0)
@@ -777,7 +777,7 @@ def stage_plan(blueprint: Blueprint, card, stage, demand: Demand, sizes: CacheSi
 
 
 def taken(stage, sizes: CacheSizes, n_stages: int) -> int:
-    """Bytes that a stage on paper takes of its card, with caches of these sizes, which it gets now."""
+    """Bytes that a stage on paper takes of its card, with caches of these sizes, which this call allocates."""
     stage.allocate(sizes, group_count(n_stages, sizes.n_slots))
     return stage.card.card.free_bytes - stage.card.free_bytes
 
@@ -800,12 +800,12 @@ def free_of_disk(folder: Path) -> int:
     return shutil.disk_usage(next(each for each in (folder, *folder.parents) if each.exists())).free
 
 
-EXPERT_SHARES = 64          # so finely is memory for experts chosen
+EXPERT_SHARES = 64          # memory for experts is chosen in steps of 1 / 64 of all experts
 HIT_RATES = 0.8, 0.9, 0.95  # of experts on the card, of which a plan says what they cost
 DISK = 2e9                  # bytes per second that plans assume of an SSD
 BAR_DELAY = 0.3             # seconds after which a terminal shows how far `Planner.shown` is
 MOST_CARDS = 16             # `Planner.changes` proposes up to so many cards
-SHORTEST_CTX = 1024         # and no context that is shorter, unless it has half of what is demanded: it is of no use
+SHORTEST_CTX = 1024         # and no shorter context, unless it has half of the demanded tokens: it is of no use
 
 
 class Planner:
@@ -827,7 +827,7 @@ class Planner:
         self.moves_experts = not self.plan.fits and demand.expert_memory is None and self.costs.expert_bytes > 0
         if self.moves_experts:
             self._move_experts()
-        if not self.plan.fits:      # then it says what is missing where all is spared that can be
+        if not self.plan.fits:      # then the plan says what is missing even if all is spared that can be
             self.plan = self._spared()
 
     @functools.cached_property
@@ -836,7 +836,7 @@ class Planner:
 
     @property
     def _moved(self) -> dict:
-        """Changes of the demand that leave no expert on the cards, where they may leave these."""
+        """Changes of the demand by which all experts leave the cards, if they may."""
         return {"expert_memory": 0} if self.moves_experts else {}
 
     def _move_experts(self):
@@ -867,8 +867,8 @@ class Planner:
         return self.planned(**SPARED[-1], **self._moved, **changes)
 
     def fits(self, **changes) -> bool:
-        """Whether a Planner fits the model with other fields of the demand; where experts had to leave the cards, all
-        of them may."""
+        """Whether the model fits with other fields of the demand. Where experts had to leave the cards, all of them
+        may."""
         return self.planned(**self._moved, **changes).fits or self._spared(**changes).fits
 
     def placed(self, demand: Demand) -> Plan:
@@ -926,8 +926,8 @@ class Planner:
         return cards, sum(a.hop_seconds(1) + b.hop_seconds(1) for a, b in itertools.pairwise(self.plan.costs))
 
     def speed_line(self) -> str:
-        """How fast a prompt that fills the context is, and the answer behind it, for people. Where experts are missing
-        on cards, what that takes of a pass."""
+        """For people: how fast a prompt that fills the context is, and the answer behind it. If experts are missing on
+        cards, also the time that this costs in a pass."""
         n, stores = self.demand.n_ctx, [stage.store for stage in self.plan.on_paper if stage.store]
         if stores:
             missing, n_passes = [store.missing_bytes for store in stores], len(self.passes(n))
@@ -946,7 +946,7 @@ class Planner:
                 + f" (at {share:.0%}: it reads experts)" * (share != PEAK_SHARE))
 
     def hop_lines(self) -> list[str]:
-        """What hops between cards cost, for people. Shares of time count on all experts being on the cards."""
+        """What hops between cards cost, for people. Shares of time assume that all experts are on the cards."""
         n, chunk, hidden_dim = self.demand.n_ctx, self.plan.chunk, self.blueprint.hidden_dim
         links = ", ".join(f"{speed.link / 1e9:g}" for speed in self.costs.speeds)
         lines = [f"a hop: {show_bytes(hop_bytes(hidden_dim, chunk))} for a pass of {chunk} tokens, "
@@ -959,8 +959,8 @@ class Planner:
         return lines
 
     def report(self) -> str:
-        """The plan for people: the table, the longest context, what of the weights a token uses where that is not all,
-        contexts in other KV formats, an estimate of its speed, and what hops are expected to cost."""
+        """The plan for people: the table, the longest context, the share of the weights that a token uses if it is not
+        all, contexts in other KV formats, an estimate of its speed, and what hops are expected to cost."""
         plan, d, longest, work = self.plan, self.demand, self.longest_context(), self.costs.works[-1]
         lines = [plan.table(), "",
                  f"context: {d.contexts} tokens, pages for {plan.sizes.n_pages * PAGE_TOKENS:,}"

@@ -7,8 +7,8 @@ A pooling model makes one row of numbers of a text. Of all rows that its layers 
     reranking   "rank": the row of the last token of a query and a document together. A classifier makes two numbers of
                 it, and the first element of their softmax says how relevant the document is
 
-A caller gives token ids or text. The tokenizer puts the tokens around a text that the file wants there, such as an end
-token; token ids are taken as they are. Control tokens in a text are text.
+A caller gives token ids or text. The tokenizer adds the tokens that the model file wants around a text, such as an end
+token; token ids are taken as they are. A control token's name in a text is plain text.
 """
 
 import math
@@ -33,7 +33,7 @@ MOST_TOKENS = 1 << 20       # of a request, all texts together
 
 @dataclass
 class TextsRequest:
-    """Texts, as token ids, of which a pooling engine is to make a row each. field: how errors name the texts.
+    """Texts, as token ids; a pooling engine is to make one row of each text. field: how errors name the texts.
     dimensions: how many numbers of an embedding are wanted, from the first one on; None: all."""
 
     texts: list[list[int]]

@@ -29,8 +29,9 @@ def whole_pages(n_tokens: int) -> int:
 
 
 def mark_after(mark: int, page) -> int:
-    """What stands for a beginning of a sequence that is one page longer than the one that `mark` stands for; the empty
-    one has the mark 0. It is the same in every process, and two beginnings have the same one by accident only."""
+    """The mark of a sequence's beginning that is one page longer than the beginning with the mark `mark`; the empty
+    beginning has the mark 0. A beginning has the same mark in every process. Two beginnings have the same mark by
+    accident only."""
     return hash((mark, *page))
 
 
