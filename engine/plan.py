@@ -529,7 +529,7 @@ class Blueprint(Protocol):
         """Bytes of the output head's matrix."""
 
     def formats(self) -> list[str]:
-        """The formats of the matrices of layers, of experts not."""
+        """The formats of the matrices of layers, without those of experts."""
 
     def changed(self, format: str | None = None, kv: str | None = None) -> "Blueprint":
         """The same model with its matrices in another weight format, or its keys and values in another KV format."""
@@ -670,7 +670,7 @@ class StagePlan:
     checkpoints: int
     scratch: int                # for passes, hops and sampling, and what is lost to rounding (Card.granule)
     drafts: int                 # what drafts take: a block that makes them and its pages,
-                                # records that take states back, rows of checks; not part of the others
+                                # records that take states back, rows of checks; not counted in the others
 
     @property
     def total(self) -> int:

@@ -158,7 +158,8 @@ class PrefixCache:
         self.n_spilled = self.n_fetched = self.n_dropped = 0
 
     def marks(self) -> list[int]:
-        """The marks of what later prompts may go on after, for any thread; another one may change that meanwhile."""
+        """The marks of the beginnings after which later prompts may go on. Any thread may ask; another may change them
+        meanwhile."""
         return [node.mark for node in self.on_card + self.in_host]
 
     # ---- pages ----

@@ -1,7 +1,7 @@
 """Bytes of files, read so that a fault is an exception.
 
 To touch a mapped page that the disk cannot bring, or that the file has lost, ends the process (SIGBUS). `os.preadv`
-says what is wrong instead, and lets go of Python's lock meanwhile, so that several threads read at once.
+says what is wrong instead, and releases Python's lock meanwhile, so that several threads read at once.
 """
 
 import os

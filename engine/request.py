@@ -213,7 +213,7 @@ class PromptLogprobs:
 
 @dataclass(frozen=True)
 class Delta:
-    """A generated token, and the text that can be shown since: letters that may belong to a stop string or to an
+    """A generated token, and the text that can be shown now: letters that may belong to a stop string or to an
     unfinished character are held back. The last Delta of an answer has a finish reason, "stop" or "length". Its cause
     says more where there is more to say: "repetition" if the answer was cut because it repeated itself.
     Log-probabilities are those of the model, before anything that a request asks of sampling."""
@@ -319,7 +319,7 @@ class Timings(NamedTuple):
 
 
 class Answer(Job):
-    """A request for text on its way, as those see it who read the answer. Iterating over it gives its Deltas."""
+    """A request for text on its way, as its readers see it. Iterating over it gives its Deltas."""
 
     def __init__(self, request: Request):
         super().__init__(request, len(request.prompt_ids))

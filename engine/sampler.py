@@ -214,8 +214,8 @@ class Sampler:
         return outcomes, report if n_rows else None, results.copied
 
     def continue_drafts(self, outcomes: Array, answers: Array, n: int):
-        """Fill the drafts of outcomes that the draft block has left open, with what followed earlier in the text after
-        tokens like its last ones."""
+        """Where the draft block has left room for drafts, fill in the tokens that followed earlier in the text after
+        the same tokens as its last ones."""
         ngram.ngram(self.card, outcomes, answers, self.texts, n)
         if self.script is not None:
             ngram.script(self.card, outcomes, answers, self.script, n)

@@ -1,8 +1,8 @@
 """Functions that run in a process of their own, with a limit of seconds and bytes.
 
 They work on what a stranger wrote (a chat template, a picture's file), which may take for ever, or take all memory.
-While such a function runs, this process has its interpreter's lock for others, and it gets back at any time what the
-function took: it ends the other process.
+While such a function runs, this process's interpreter lock is free for other threads. And this process can take back at
+any time what the function has taken: it ends the other process.
 
 The process is Python started anew. So it shares no memory, no lock and no card with this one, and it imports nothing
 but the module with the functions. It stays for later calls, which come one at a time. Arguments and results travel as
@@ -33,7 +33,7 @@ OUT_OF_MEMORY = 77          # the exit status that says so
 
 
 class LimitExceeded(Exception):
-    """A function did not end within its limits. The text says of it what it did, as in "takes longer than 5 s"."""
+    """A function did not end within its limits. The text says what the function did, as in "takes longer than 5 s"."""
 
 
 class OutOfPatience(LimitExceeded):
@@ -140,8 +140,8 @@ def _end(process: subprocess.Popen, pipe: Connection):
 
 
 def packed(values: list) -> list[bytes]:
-    """Values as messages: JSON, in which [] stands for one that is bytes, and behind it each of these. The first byte
-    of all says how many there are, at most 255."""
+    """Values as messages: JSON, in which [] stands for a value that is bytes, then a message for each of these. The
+    first byte of all says how many there are, at most 255."""
     is_plain = [isinstance(value, bytes | bytearray | memoryview) for value in values]
     written = json.dumps([[] if plain else [value] for value, plain in zip(values, is_plain)]).encode()
     return [bytes([sum(is_plain)]) + written, *itertools.compress(values, is_plain)]

@@ -42,9 +42,9 @@ class Sequence(Branch):
         return more >= self.room(n_ctx)
 
     def is_last(self, n_ctx: int) -> bool:
-        """Whether no step may follow before the tokens in flight are read: the last allowed one is among them. Or it
-        may be, and would stand right behind a full page: the rows of the step that follows would all be void then, and
-        only a row that is not void takes the page's checkpoint."""
+        """Whether the tokens in flight must be read before another step: the last allowed token is among them. Or it
+        may be among them, right behind a full page: then all rows of the next step would be void, and only a row that
+        is not void takes the page's checkpoint."""
         left = self.room(n_ctx)
         ends_with_page = (len(self.tokens) + left - 1) % PAGE_TOKENS == 0
         return self.in_flight > 0 and left <= (self.in_flight if ends_with_page else 1)

@@ -48,7 +48,7 @@ class NotLoaded(Exception):
 
 @dataclass(frozen=True)
 class Facts:
-    """What is known of a model, loaded or not. The names mean what those of TextEngine and PoolingEngine mean. limits:
+    """What is known of a model, loaded or not. The fields mean what they mean in TextEngine and PoolingEngine. limits:
     of the pictures that it takes; None: it takes none."""
 
     name: str
@@ -141,7 +141,7 @@ class Served:
 
 
 class Models:
-    """The models of a server, of which the first is the one that a request gets that names none.
+    """The models of a server. A request that names no model gets the first one.
 
     put_away: gives back the memory of an engine.
     """
@@ -291,8 +291,8 @@ class Models:
         return max(0.0, min(times) - time.monotonic()) if times else None
 
     def _load(self, served: Served):
-        """Loads a model, and puts others away if it does not fit beside them. Nothing is raised: what fails is what the
-        requests hear that wait for the model."""
+        """Loads a model, and puts others away if it does not fit beside them. Raises nothing: the requests that wait
+        for the model get the error."""
         engine, refusal, seconds, began = None, "", 0.0, time.monotonic()
         if len(self.begun) == LOADS and (seconds := self.begun[0] + LOADS_SECONDS - began) > 0:
             refusal = (f"the model {served.name} is not loaded, and this server has loaded {LOADS} models in the last "
@@ -323,7 +323,7 @@ class Models:
                     time.monotonic() - began, *(() if engine else (refusal,)))
 
     def _fitted(self, served: Served):
-        """The engine of a model, for which others go one after the other until it fits."""
+        """The engine of a model. Other models are put away one after the other until it fits."""
         while True:
             try:
                 return served.load()
@@ -360,7 +360,8 @@ class Models:
 
 
 def bounded(seconds: float) -> float:
-    """Seconds without a request; math.inf for more than LONGEST_IDLE, which neither clocks nor calendars need take."""
+    """Seconds without a request; math.inf for more than LONGEST_IDLE, which may be too large for clocks and
+    calendars."""
     return seconds if seconds <= LONGEST_IDLE else math.inf
 
 

@@ -13,8 +13,8 @@ Rotary positions have three axes. A picture of rows x columns blocks behind p po
 
     time p        height p + row        width p + column        the text behind it goes on at p + max(rows, columns)
 
-(Qwen's M-RoPE.) So behind a picture the rotary positions are behind the positions in the sequence. The `lag` of a
-prompt says by how many; a decode step takes it off (kernels/advance.py).
+(Qwen's M-RoPE.) So after a picture, rotary positions are smaller than positions in the sequence. The `lag` of a prompt
+is the difference; a decode step subtracts it (kernels/advance.py).
 
 The draft block takes the embedding of PAD for the tokens of pictures. That changes what it guesses, and no token.
 """
@@ -79,7 +79,7 @@ class PromptPictures:
 
     @property
     def lag(self) -> int:
-        """How far the rotary positions behind the last picture are behind the positions."""
+        """By how much rotary positions after the last picture are smaller than positions."""
         return sum(map(lag_of, self.pictures))
 
     def _rope(self, n: int) -> np.ndarray:
@@ -154,7 +154,7 @@ class Gallery:
         placed, left = [], self.most - sum(picture.n_tokens for picture in missing)
         for picture in missing:
             if not self._keep(picture, needed, placed):
-                self.clear()                    # rows lie in pieces between those of `now`: all of it anew
+                self.clear()                    # free rows lie scattered between those of `now`: begin anew
                 return self.place(now, ahead)
         for picture in ahead:
             if picture.digest not in self.kept and picture.n_tokens <= left:
@@ -163,7 +163,7 @@ class Gallery:
         return placed
 
     def forget(self, placed: list[tuple[Picture, int]]):
-        """What `place` has returned is not encoded, or not to its end."""
+        """Call it if what `place` has returned is not encoded to its end."""
         for picture, _ in placed:
             del self.kept[picture.digest]
 
@@ -233,7 +233,7 @@ class Sight:
         return self.tower.seconds([picture for picture, _ in placed], speed)
 
     def blame(self, pictures: PromptPictures, gallery: Gallery, placed) -> RequestError | None:
-        """What a request ends with whose logits hold a NaN; None where its pictures are not at fault, since all of
+        """The error that ends a request whose logits hold a NaN; None where its pictures are not at fault, since all of
         their rows are finite. placed: what `Gallery.place` has returned and is not encoded yet."""
         digests = {picture.digest for picture in pictures.pictures}
         known = digests & gallery.kept.keys() - {picture.digest for picture, _ in placed}

@@ -6,7 +6,7 @@ several drafts at once and keeps those that are what the model itself chooses, s
 
 A check of width w gives an answer 1 + c1 + c1 c2 + ... + c1 c2 .. c(w-1) tokens on average, where cj is the chance that
 draft j is right if all drafts before it are. It takes longer than a plain step. `Pace` takes the width that gives the
-most tokens per second to the answers of a group together, by the chances of late and by measured times of steps.
+most tokens per second to the answers of a group together, by recent chances and by measured times of steps.
 
 Chances may be wrong, and most are guessed at first. So checks may lose little: `Pace.balance` is the time, in plain
 steps, that they may lose now. A check pays its `risk`, what it loses if no draft is right, when it is chosen. Each
@@ -45,7 +45,7 @@ WAS_GOOD = 0.2              # a fall from above this share to zero is logged
 
 
 def as_plain(width: int) -> float:
-    """Plain steps that a check takes about as long as."""
+    """About how many plain steps take as long as a check."""
     return 1 + ROW_COST * (width - 1)
 
 
@@ -128,8 +128,8 @@ class Pace:
         self._watch(n_drafts, n_accepted)
 
     def measure(self, n: int, width: int, seconds: float):
-        """A step of n answers took so long. It followed another step directly, and no pass of a prompt ran beside. What
-        is known of fewer rows that took longer was measured at a bad moment, and is forgotten."""
+        """A step of n answers took so long. It followed another step directly, and no pass of a prompt ran beside. If
+        steps of fewer rows seem to take longer, they were measured at a bad moment, and their times are forgotten."""
         times, known = self.times[n, width], self.medians[n]
         times.append(seconds)
         if len(times) == (MEASUREMENTS if width in known else FIRST_MEASUREMENTS):
@@ -153,8 +153,8 @@ class Pace:
 
     def risks(self, n: int, widest: int) -> list[float]:
         """Plain steps that a check of n answers loses if no draft is right: of each width, 1 first. The last width is
-        `widest`, or 2 before any was measured. By the times of as many answers, else of about as many. A row that was
-        not measured takes CAUTION times as long as those that were, but a check no longer than a wider one."""
+        `widest`, or 2 before any was measured. The times are those of steps of n answers, else of about n. A row that
+        was not measured takes CAUTION times as long as those that were, but a check no longer than a wider one."""
         measured = [(abs(m - n), m) for m, known in self.medians.items() if 1 in known and len(known) > 1]
         distance, nearest = min(measured, default=(0, None))
         known = self.medians[nearest] if measured else {1: 1.0}

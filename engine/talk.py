@@ -198,7 +198,7 @@ def picture_of(source, eyes: Reader, field: str) -> Picture:
 
 
 def read_file(path: str | os.PathLike) -> bytes:
-    """The bytes of a picture's file, and no more than show that it is too long. Raises RequestError."""
+    """The bytes of a picture's file; if it is too long, just enough of them to show that. Raises RequestError."""
     try:
         with open(path, "rb") as file:
             return file.read(FILE_BYTES + 1)

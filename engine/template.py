@@ -130,7 +130,7 @@ class ChatTemplate:
         return higher[0] if higher else lower[-1] if lower else None
 
     def _check_effort(self, word):
-        """Raises RequestError for a word that the template would ignore. Other words it refuses itself."""
+        """Raises RequestError for a word that the template would ignore. The template itself refuses other words."""
         if word is not None and self.efforts and self._known_words is not None and word not in self._known_words:
             raise RequestError("chat_template_kwargs", f"the model's chat template has no {EFFORT} {str(word)[:80]!r}, "
                                                        f"only {', '.join(self.efforts)}")

@@ -25,8 +25,8 @@ def sees(engine) -> bool:
 
 
 class TextOnly:
-    """What an engine of text answers to those who take it for one of another kind (engine/pooling.py), and an engine
-    that reads text alone to those who ask for its eyes."""
+    """How an engine of text answers calls that only other kinds of engines serve (engine/pooling.py), and what it says
+    of eyes and caches that it does not have."""
 
     kind = "text"
     eyes = None
@@ -87,5 +87,5 @@ class TextEngine(Protocol):
 
     @abstractmethod
     def marks(self) -> list[int]:
-        """What stands for the beginnings of prompts after which later ones go on here without computing them again
-        (engine/prefix.py's `marks_of`)."""
+        """The marks (engine/prefix.py's `marks_of`) of the beginnings of prompts that later prompts need not compute
+        again here."""

@@ -1,6 +1,5 @@
-"""A budget of thoughts: once an answer has thought so many tokens, the tag that ends its thoughts is made certain.
-
-The tokens that do it are forced as those of a grammar are (engine/constraints.py): the sampler may choose nothing else.
+"""A budget of thoughts: once an answer's thoughts have so many tokens, the tag that ends thoughts is forced, as tokens
+of a grammar are (engine/constraints.py): the sampler may choose nothing else.
 """
 
 import codecs

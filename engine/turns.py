@@ -28,12 +28,12 @@ encoding may take much longer than its tokens tell, so passes of other prompts r
 have pictures left to show wait for its end, since each encoding takes rows from those before it. Passes between parts
 of an encoding are as short as beside answers, since each part may wait for one.
 
-The card must not wait for the host. So a part is queued before the one before it is over, and the account goes by how
-long parts and steps should take. When the tokens behind a part have come, it is corrected by what the part took: by the
-card's clock, since the host's threads wait for each other while a part is queued. Of a whole pass on several cards, the
-times at which the host got tokens must tell. How long a part should take is what engine/plan.py says, times a factor
-that is measured all the time, and for encodings of pictures apart. No token depends on times: they decide when
-something is computed, and never what.
+The card must not wait for the host. So a part is queued before the one before it is over, and the account uses
+estimates of how long parts and steps take. When the tokens behind a part have come, the account is corrected by the
+time that the part took: by the card's clock, since the host's threads wait for each other while a part is queued. For a
+whole pass on several cards, only the times at which the host got tokens are known. How long a part should take is what
+engine/plan.py says, times a factor that is measured all the time, and for encodings of pictures apart. No token depends
+on times: they decide when something is computed, and never what.
 """
 
 import collections
@@ -78,7 +78,8 @@ class Turns:
         self.alone = collections.deque()
         self.owed = 0.0                 # seconds that answers are still to have before the next part; below 0: too many
         self.steps = collections.deque(maxlen=RECENT_STEPS)     # seconds that steps took without a part before them
-        # Seconds that parts took, of those by plan: of passes, and of encodings of pictures, whose plans err otherwise.
+        # Seconds that parts took / seconds by plan: of passes, and of encodings of pictures, whose plans err
+        # differently.
         self.factors_of = [collections.deque(maxlen=RECENT_PARTS) for _ in range(2)]
         self.is_encoding = False        # whether the next part is one of an encoding
         self.step_age = STEP_AGE        # parts queued since a step was measured
@@ -113,7 +114,7 @@ class Turns:
 
     @property
     def factors(self) -> collections.deque:
-        """Those of parts like the next one."""
+        """The factors of parts like the next one."""
         return self.factors_of[self.is_encoding]
 
     @property

@@ -319,7 +319,7 @@ class Weights:
         return found
 
     def formats(self) -> list[str]:
-        """The formats of the matrices of layers, of experts not."""
+        """The formats of the matrices of layers, without those of experts."""
         matrices = [name for name, shape in self.shapes.items() if name.startswith("blk.") and len(shape) == 2]
         return sorted({self.type_of(name) for name in matrices} & FORMATS.keys())
 

@@ -20,13 +20,13 @@ from kernels.compile import CompileError
 from .feed import Feed
 from .wire import UNHEARD, error_told, fingerprint, unpacked
 
-LEASE = 5.0                 # seconds that a stream without answers lasts, as one that is cancelled may not hear of it
+LEASE = 5.0                 # seconds that a stream without answers lasts: one that is cancelled may not notice
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """What every replica of a model is made by. maker: "module:function" of a function that is called with the
-    arguments and returns an engine. It is a name, so that the front need not import what it never uses."""
+    """How every replica of a model is made. maker: "module:function" of a function that is called with the arguments
+    and returns an engine. It is a name, so that the front need not import what it never uses."""
 
     maker: str
     arguments: dict = field(default_factory=dict)
@@ -108,8 +108,8 @@ class Replica:
         self.feeds = {key: feed for key, feed in self.feeds.items() if not feed.is_closed}
 
     async def listen(self, replica: str, front: str, stream: int, knows: bool):
-        """Gives the messages of a front's feed until the front has another stream, or for LEASE seconds and as long
-        after as something is to be told. replica: the id of this one, for router.py. stream, knows: see Feed.listen."""
+        """Gives the messages of a front's feed until the front has another stream, or for LEASE seconds, and longer
+        while there is something to tell. replica: the id of this one, for router.py. stream, knows: see Feed.listen."""
         feed, end = self.feed(front), time.monotonic() + LEASE
         messages = feed.listen(stream, knows)
         try:

@@ -1,9 +1,9 @@
 """Joining a cluster of Ray, and having Ray Serve keep the replicas of a model there.
 
-Ray's own HTTP servers, its dashboard and its reports of usage stay off. What an application was deployed with is part
-of what its replicas say of themselves; so a front that is started again finds them and changes nothing, one that is
-started with another number has Ray Serve add some or take some away, and one that is started with another model has it
-replace them one after the other. It begins with the first replica of the model that it was started with.
+Ray's own HTTP servers, its dashboard and its reports of usage stay off. Replicas tell what their application was
+deployed with. So a front that is started again finds them and changes nothing. A front with another number has Ray
+Serve add or remove replicas. A front with another model has Ray Serve replace them one after the other, and begins when
+the first replica of its model is up.
 """
 
 import contextlib
@@ -59,7 +59,7 @@ class Wish:
 
 def join(address: str, n_cpus: int | None = None):
     """Joins the cluster at this address; LOCAL starts one on this machine alone, which ends with this process. n_cpus:
-    that such a one says it has. Raises RequestError."""
+    of the cluster that LOCAL starts. Raises RequestError."""
     if ray.is_initialized():
         return
     quiet = {"logging_level": logging.ERROR, "log_to_driver": False}
@@ -113,8 +113,8 @@ def deployed(wish: Wish) -> "serve.Application":
 
 
 def keep(wish: Wish, note=lambda text: None) -> bool:
-    """Has the cluster run what is wished, and returns at once. Returns whether replicas that run are replaced: not
-    where only their number is another one."""
+    """Has the cluster run what is wished, and returns at once. Returns whether running replicas are replaced; they are
+    not if only their number changes."""
     runs = running(wish.application)
     is_same = runs is not None and replace(runs, n=wish.n, most=wish.most) == wish
     if is_replaced := runs is not None and not is_same:
@@ -191,7 +191,7 @@ def end(application: str) -> bool:
 
 @contextlib.contextmanager
 def said(address: str):
-    """Makes errors of Ray, of which it has many kinds, one sentence: RequestError."""
+    """Turns errors of Ray, which has many kinds of them, into one sentence: RequestError."""
     try:
         yield
     except (ray.exceptions.RayError, RayServeException) as error:

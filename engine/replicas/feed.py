@@ -8,7 +8,7 @@ tokens and ends are sent at once; other tokens wait for GAP to pass since the la
 A front listens by one stream at a time and asks for the next one every NEXT_SECONDS, which ends the one before. So
 the replica sees that the front lives: a feed for which no stream was asked over MOST_CHECKS checks is closed, and its
 answers end. Ray Serve's questions for the replica's health are these checks. They come every few seconds as long as the
-replica can be called. A replica that Ray Serve drains is asked no more, nor can it be called, and its streams go on.
+replica can be called. A replica that Ray Serve drains gets no more questions and no more calls, but its streams go on.
 """
 
 import asyncio
@@ -84,7 +84,7 @@ class Feed:
             self.is_heard = False
 
     def check(self):
-        """Ends all answers where nobody wants them any more."""
+        """Ends all answers if the front has not asked for a stream over MOST_CHECKS checks."""
         self.n_checks += 1
         if self.n_checks > MOST_CHECKS:
             self.close()

@@ -25,7 +25,7 @@ from .store import PIECE, Store, digest_of, fingerprint, fingerprint_of
 
 NAMESPACE = "qengine"
 MOST_SILENT = 30.0          # seconds; a node that says nothing of a file for longer has given it up
-LATE_SECONDS = 1.0          # by which a word of how far a node is may come after a later one
+LATE_SECONDS = 1.0          # by which a report of progress may come after a later report
 STORE = Store()             # of this node
 
 

@@ -34,7 +34,7 @@ from .wire import NEXT_SECONDS, UNHEARD, WHOLE, error_heard, fingerprint, packed
 
 LOOK_SECONDS = 0.5          # between two looks at replicas and deadlines
 MOST_LOOKS = 60             # without a message, after which a replica counts as hanging: 30 s, as Ray Serve has it
-END_LOOKS = 20              # after the end of its call, in which an answer's end comes by the stream
+END_LOOKS = 20              # after the end of a call: by then the answer's end must have come by the stream
 NOBODY_SECONDS = 60.0       # so long requests wait for a replica where there is none
 ANSWER_SECONDS = 60.0       # that the first words of a replica that is up may take
 POLL_SECONDS = 0.1
@@ -98,7 +98,7 @@ class Link:
         return facts
 
     def be_of(self, vocabulary: str):
-        """The front cuts text by this vocabulary: replicas with another one get nothing."""
+        """The front cuts text by this vocabulary: replicas with another one get no requests."""
         self.vocabulary = vocabulary
         for one in self.table.listed():
             if one.facts and one.facts["vocabulary"] != vocabulary:

@@ -1,9 +1,9 @@
 """The front's side of an answer that a replica computes.
 
 An answer may lose its replica. It is then computed again elsewhere, from its prompt on. Every replica computes the same
-bits, so tokens that a reader has already come a second time; they are compared, left out, and the answer goes on behind
-them. Where one differs, the answer ends with a sentence: what is cached may change the rounding of a prompt that holds
-decoded tokens (engine/prefix.py), and a replica may have another model file during a change.
+bits. So the tokens that a reader already has come a second time: they are compared and left out, and the answer goes on
+behind them. Where one differs, the answer ends with a sentence: what is cached may change the rounding of a prompt that
+holds decoded tokens (engine/prefix.py), and a replica may have another model file during a change.
 """
 
 import itertools

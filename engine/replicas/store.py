@@ -1,4 +1,4 @@
-"""Model files of a node: what tells one from others, and where those are kept that the node has fetched.
+"""Model files of a node: how a file is recognised, and where fetched files are kept.
 
 A file is told from others by its fingerprint, a digest of all of it. It is computed from the digests of pieces, so
 that a file that comes in pieces has been read when it is there. Reading 28 GB takes a while; so fingerprints are kept
@@ -160,9 +160,9 @@ class Store:
 
     def take_room(self, sizes: dict[Path, int]):
         """Makes files of so many bytes. Before, it removes sets that no process uses, the least recently used first: as
-        long as they are more than most_idle, and until the files have room. One process of all does so at a time;
-        otherwise two could promise the same room, and each would take the other's look at a set for use of it. Raises
-        ModelError, OSError."""
+        long as they are more than most_idle, and until the files have room. Only one process does so at a time:
+        otherwise two could promise the same room, and each would mistake the other's look at a set for use of the set.
+        Raises ModelError, OSError."""
         with locked(self.root / LOCK, fcntl.LOCK_EX):
             self._make_room(sum(sizes.values()))
             for path, n_bytes in sizes.items():
@@ -221,7 +221,7 @@ def sync_folder(folder: Path):
 
 
 def drop_parts(folder: Path):
-    """Removes what fetches have left that were broken off. Called by who may fetch."""
+    """Removes what interrupted fetches have left. Only the process that may fetch calls this."""
     for part in folder.glob("*" + PART):
         part.unlink(missing_ok=True)
 

@@ -1,10 +1,10 @@
 """What a front knows of the replicas of a model, and which of them a request should go to.
 
 A replica reports the marks of what its prefix cache keeps (engine/prefix.py): from there a later prompt goes on. The
-front adds the prompts that it has sent there since. A request goes where the most tokens are spared, less those that
-the replica has to read for what is open there already, and AWAY for each answer; so a long conversation returns to its
-replica, and a beginning that many requests share does not gather them all in one place. No replica gets more than its
-share of what is open, however much it keeps, unless it has a free slot.
+front adds the prompts that it has sent there since. A request goes to the replica with the largest sum: tokens that it
+spares, less tokens of open prompts that it has still to read, less AWAY for each open answer. So a long conversation
+returns to its replica, and a beginning that many requests share does not gather them all in one place. No replica gets
+more than its share of what is open, however much it keeps, unless it has a free slot.
 """
 
 import math
