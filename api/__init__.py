@@ -13,7 +13,7 @@ engine/pooling.py where its model makes embeddings or scores.
     anthropic.py   /v1/messages, /v1/messages/count_tokens
     ollama.py      /api/chat, /api/generate, /api/embed, /api/embeddings, /api/tags, /api/show, /api/ps, /api/version
     plain.py       /tokenize, /detokenize, /apply-template, /health
-    openapi.py     /openapi.json: all endpoints described; which protocol an error is told in
+    openapi.py     /openapi.json: all endpoints described; the protocol of an error
     page.py        /, a chat page (the files of web/), and what it asks for: /pipes, /experts, /waiting
     metrics.py     /metrics
     endpoint.py    what an endpoint is, and what a protocol is to the server

@@ -34,8 +34,8 @@ READABLE = "Retry-After, X-Request-Id, Request-Id"      # headers of answers tha
 
 
 class Access:
-    """keys: those that open everything, or none where all is open. origins: "https://chat.example", ..., or "*".
-    host: the address that the server listens on."""
+    """keys: API keys, each of which opens everything; if there are none, all is open. origins: "https://chat.example",
+    ..., or "*". host: the address that the server listens on."""
 
     def __init__(self, keys, origins, host):
         self.keys = [key.encode() for key in keys]

@@ -2,7 +2,7 @@
 
 `json.loads` keeps the interpreter's lock until it is done, so all answers of the server wait for it. A long text costs
 it 1 ns a byte, but a list or a fraction costs up to 1,000 ns: without a limit, 4 MiB of "[]," hold the lock for 0.6 s.
-So parts are counted first, by NumPy, which gives the lock away. What is within the limits takes 0.1 s at most.
+So parts are counted first, by NumPy, which releases the lock. What is within the limits takes 0.1 s at most.
 """
 
 import contextlib

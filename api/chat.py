@@ -59,9 +59,9 @@ class Conversation:
     this order. shape: what the answer's text has to be, if the request says so. continued: whether the last message,
     the assistant's, is the beginning of the answer. template_kwargs: further variables of the template.
     add_generation_prompt: whether the template opens the assistant's message. timeout: seconds for the prompt.
-    effort: a word for how much to think, which the template is told; one that knows no such words leaves it to a limit
-    of tokens. thinking_budget: the most tokens of thoughts; None leaves it to the effort, or else to the command line.
-    budget_field: the request's field with it."""
+    effort: a word for how much to think, passed to the template; if the template knows no such words, a limit of tokens
+    takes its place. thinking_budget: the most tokens of thoughts; None leaves it to the effort, or else to the command
+    line. budget_field: the request's field with it."""
 
     messages: list[dict]
     thinking: bool | None

@@ -1,8 +1,8 @@
 """A client's connection: waitress' own, with deadlines, TLS, and answers for what is no request.
 
 Half-closed connections: a client that ends its sending side looks as one that has left, and generations must not run
-for nobody. So its running generations are cancelled, and then it is sent what its request has come to: the answer of an
-endpoint that does not generate, and otherwise an error.
+for nobody. So its running generations are cancelled. Then it is sent the answer, if the endpoint does not generate, and
+otherwise an error.
 """
 
 import contextlib
@@ -201,9 +201,9 @@ class Connection(waitress.channel.HTTPChannel):
         return self.may_go() and not self.total_outbufs_len
 
     def usefulness(self) -> tuple:
-        """Where room is short, the connection with the least goes first: of those that have been unfinished or idle for
-        more than a moment the one that began first; after these, of those whose answer nobody reads; then the ones that
-        have just begun, and last those that read."""
+        """Where room is short, the connection with the least usefulness goes first. In this order: those that have been
+        unfinished or idle for more than a moment; those whose answer nobody reads; those that have just begun; those
+        that read. Among equals, the one that began first."""
         has_answer = self.total_outbufs_len > 0
         reads = has_answer and time.time() - self.last_activity < MOMENT
         is_new = time.monotonic() - self.began < MOMENT

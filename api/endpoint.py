@@ -32,15 +32,13 @@ class Endpoint:
     body: the description of the request's body, as api/fields.py has it; None: there is no body.
     kind: of the model that answers, "text", "embedding" or "reranking"; None: the first model, whatever it is.
     asks: what the view gets for `service`. "server": the Service. "model": an Answering with the model that the body
-    names (`name_of`), which is loaded if need be. "loaded": the same with the model that stands behind the path's
-    question mark, if it is loaded. None: "model" where there is a body, "server" where there is none. A function
-    says it of a body.
-    name_of: name_of(service, body) gives the name of the model that a body means.
-    query: descriptions of what may stand behind the path's question mark, by name. The view gets those that were sent
-    as arguments.
-    may_show: whether the body may hold pictures, and so be larger.
-    generates: whether the view itself asks for places of open requests (see `Service.submit`). Every other request with
-    a body holds one place until it is answered, because megabytes of JSON take seconds.
+    names (`name_of`), which is loaded if need be. "loaded": the same with the model that the query string names, if it
+    is loaded. None: "model" where there is a body, "server" where there is none. A function gives one of these words
+    for a body. name_of: name_of(service, body) gives the name of the model that a body means. query: descriptions of
+    the parameters of the query string, by name. The view gets those that were sent as arguments. may_show: whether the
+    body may hold pictures, and so be larger. generates: whether the view itself asks for places of open requests (see
+    `Service.submit`). Every other request with a body holds one place until it is answered, because megabytes of JSON
+    take seconds.
     """
 
     method: str
@@ -72,7 +70,7 @@ class Endpoint:
 
     def answer(self, service, **arguments):
         """The response to the current HTTP request. arguments: parts of its path. RequestError names what is wrong with
-        its body or with what stands behind the question mark."""
+        its body or its query string."""
         arguments |= read_query(flask.request.args, self.query)
         if self.asks == "loaded":
             with service.borrow(arguments.pop("model", None)) as answering:

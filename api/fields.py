@@ -40,7 +40,8 @@ def sampling_of(body: dict) -> dict:
 
 
 def refused(reason: str, *neutral) -> dict:
-    """Nothing but these values, which ask for nothing; null does neither. reason: why there is no more, a sentence."""
+    """Only these values, which ask for nothing; null is allowed, too. reason: why other values are refused, a
+    sentence."""
     return {"enum": list(neutral) or [None], "x-refused": reason}
 
 
@@ -71,8 +72,8 @@ MAX_LOOKED_AT = 10_000      # items of one list that are checked one by one, at 
 
 
 def read_query(sent, descriptions: dict) -> dict:
-    """What a client has sent behind the question mark of a path, of the names that are described. sent: texts by name.
-    Raises RequestError where a text is not what its description allows."""
+    """The parameters of a query string that are described. sent: texts by name. Raises RequestError where a text is not
+    what its description allows."""
     found = {name: sent[name] for name in descriptions if name in sent}
     for name, text in found.items():
         if descriptions[name].get("type") == "integer" and re.fullmatch("-?[0-9]{1,18}", text):

@@ -1,12 +1,11 @@
 """GET /metrics, for Prometheus: vLLM's names with the prefix "qengine:", so that dashboards
 made for vLLM need to change nothing else.
 
-As in vLLM, every series has the label model_name; of a request that was refused before a model had it, that is empty.
-The series about checkpoints and refusals have no counterpart in vLLM, nor have
-drafts_checked and drafts_accepted, by the position of a draft in its check, from 1 on, nor those about experts, which
-only a model has whose experts do not all lie on the cards.
-Of a model on several machines, the series qengine:replica_... say the same of each replica.
-The engine's counts are read when somebody asks; the times of a request are taken when it has ended.
+As in vLLM, every series has the label model_name. It is empty for a request that was refused before it came to a model.
+vLLM has no counterpart for the series about checkpoints and refusals, for drafts_checked and drafts_accepted (by the
+position of a draft in its check, from 1 on), and for those about experts (of models whose experts do not all lie on the
+cards). Of a model on several machines, the series qengine:replica_... say the same of each replica. The engine's counts
+are read when somebody asks; the times of a request are taken when it has ended.
 """
 
 import flask

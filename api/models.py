@@ -15,7 +15,7 @@ from .openai import BUILD, PROTOCOL
 THEIR_NAMES = {"max_tokens": "n_predict", "repetition_penalty": "repeat_penalty"}
 
 
-OF_MODEL = {"model": TEXT}      # which of several models is meant, behind a question mark
+OF_MODEL = {"model": TEXT}      # in a query string: which of several models is meant
 
 
 def models(service):

@@ -1,11 +1,11 @@
 """Ollama's API: /api/chat, /api/generate, /api/embed, and what the server has.
 
-The streams are lines of JSON. A model name that is not here is as good as any. What a request does not say has the
-defaults of the command line, not those of a Modelfile. `keep_alive` has an effect on models that are loaded at their
-first request; the others stay loaded. The penalty of `repeat_penalty` counts tokens of the whole prompt and answer,
-whatever `repeat_last_n` above 0 says. A prompt that does not fit is refused, also where `truncate` or `shift` allow to
-cut it. Embeddings have length 1, also those of the old /api/embeddings. What else Ollama has (pulling, making and
-deleting models) is not served: 404.
+The streams are lines of JSON. A request for an unknown model is answered by a model that is here. What a request leaves
+open has the defaults of the command line, not those of a Modelfile. `keep_alive` has an effect on models that are
+loaded at their first request; the others stay loaded. The penalty of `repeat_penalty` counts tokens of the whole prompt
+and answer, whatever `repeat_last_n` above 0 says. A prompt that does not fit is refused, also where `truncate` or
+`shift` allow to cut it. Embeddings have length 1, also those of the old /api/embeddings. What else Ollama has (pulling,
+making and deleting models) is not served: 404.
 """
 
 import datetime
@@ -52,7 +52,7 @@ NAMES = {name: name for name in SAMPLED if name not in ("max_tokens", "repetitio
 # Numbers that may also be below what SAMPLED allows: description, highest value that leaves the choice to the server.
 OPEN = {"num_predict": (whole_number(-2), 0), "top_k": (whole_number(-1), -1),
         "seed": (whole_number(-1, 2**64 - 1), -1)}
-OFF = {"mirostat": one_of(0), "tfs_z": one_of(1), "typical_p": one_of(1)}       # ways of sampling that there are not
+OFF = {"mirostat": one_of(0), "tfs_z": one_of(1), "typical_p": one_of(1)}       # ways of sampling that nobody has here
 WITHOUT_EFFECT = ["embedding_only", "f16_kv", "logits_all", "low_vram", "main_gpu", "mirostat_eta", "mirostat_tau",
                   "num_batch", "num_gpu", "num_keep", "num_thread", "numa", "penalize_newline", "use_mlock", "use_mmap",
                   "vocab_only"]
@@ -454,7 +454,7 @@ def version(service):
 
 
 def asks(body: dict) -> str:
-    """See Endpoint: no model is loaded to be put away."""
+    """See Endpoint. A model is not loaded only to be put away."""
     return "server" if is_unload(body) else "model"
 
 

@@ -385,9 +385,9 @@ def end_of(choice, delta: Delta) -> dict:
 
 
 def timings_of(generation) -> dict:
-    """What an answer took, with llama.cpp's names, and `wait_ms` before the prompt was begun. cache_n tokens of it were
-    cached; its times are those of the others. The prompt gives the first token, so what is said per predicted token
-    is said of those behind it, and is null where there are none."""
+    """What an answer took, with llama.cpp's names, and `wait_ms` before the prompt was begun. cache_n tokens of the
+    prompt were cached; its times are those of the others. The prompt gives the first token. So figures per predicted
+    token count only the tokens behind it, and are null where there are none."""
     timings, drafts = generation.timings(), generation.drafts
     n_computed = generation.n_prompt - generation.n_cached
     said = {"cache_n": generation.n_cached, "prompt_n": n_computed, "prompt_ms": 1e3 * timings.prompt,

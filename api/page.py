@@ -37,8 +37,8 @@ def page(service):
 
 @functools.cache
 def document() -> Document:
-    """page.html with the files that its comments name. They run by their hashes, and nothing else does: so not even
-    markup that slipped in could. Nor can scripts make elements of text in ways that would read it as HTML."""
+    """page.html with the files that its comments name. Styles and scripts take effect only if their hashes are in the
+    header: so a script in markup that slipped in does not run. And scripts cannot have a text read as HTML."""
     hashes = {"style": [], "script": []}
 
     def part(match):
@@ -54,8 +54,8 @@ def document() -> Document:
 
 
 def part_of_page(name: str) -> str:
-    """The text of a file. In a script "<!--" would begin a comment of HTML, so it is written in another way there: in
-    one that regular expressions with the flag u understand, too."""
+    """The text of a file. In a script "<!--" would begin a comment of HTML, so it is escaped there, in a form that
+    regular expressions with the flag u understand, too."""
     text = (FOLDER / name).read_text(encoding="utf-8")
     return text.replace("<!--", r"\x3C!--") if name.endswith(".js") else text
 

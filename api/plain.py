@@ -112,8 +112,8 @@ def apply_template(service, body: dict):
 def health(service):
     """Whether the first model can answer, and why not. Of each card: its name, and its first and last layer. Of the
     models beside it the same, under `side`; where one has failed, the others go on. sees: how many pixels of a picture
-    a model takes, and how many pictures of a request, if it takes any. replicas: of a model on several machines. One
-    that is not loaded has no cards, and `refused` where its last load has just failed: why."""
+    a model takes, and how many pictures of a request, if it takes any. replicas: of a model on several machines. A
+    model that is not loaded has no cards; `refused` says why its last load has just failed, if it has."""
     lost = {"lost": [told_of(fault) for fault in service.lost]} if service.lost else {}
     if service.is_draining:
         return {"status": "draining"}, 503

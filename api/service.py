@@ -1,8 +1,8 @@
 """The server without its sockets: its models, open requests, their clients, and the Flask app over them.
 
 The files of the protocols (openai.py, anthropic.py, ...) translate HTTP bodies into Requests, and Deltas into answers;
-the engine does the rest. Which engine that is, is settled in one place (endpoint.py): a request goes by its `model`,
-and what answers it sees the service as an `Answering`, with that one engine.
+the engine does the rest. One place chooses the engine (endpoint.py), by the `model` of a request. The code that answers
+the request sees the service as an `Answering` with this one engine.
 """
 
 import contextlib
@@ -76,8 +76,8 @@ class Service:
         return self.models.engines if self.models else []
 
     def ready(self) -> Models:
-        """The models. Raises ServiceUnavailable where the server has just been started, or makes up for a failure;
-        EngineStopped where all of them have failed."""
+        """The models. Raises ServiceUnavailable where the server has just been started, or loads another engine after a
+        failure; EngineStopped where all models have failed."""
         if self.models is None or self.is_loading:
             raise ServiceUnavailable("the model is still loading", retry_after=5)
         if all(served.state == "failed" for served in self.models.served):

@@ -52,7 +52,7 @@ def reading(generations) -> str:
 
 
 def cause_of(end) -> dict:
-    """The field, one of ours, in which every protocol says why an answer ended, where its own words do not say it.
+    """A field of our own. In it, every protocol says why an answer ended if the protocol's own words cannot say it.
     end: the last Delta, or the Generation."""
     return {"cause": end.cause} if end.cause else {}
 

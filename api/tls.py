@@ -98,6 +98,6 @@ class SecureSocket:
             self.secure.close()
 
     def say_goodbye(self):
-        """Sends the alert that tells an end from a connection that was cut, and does not wait for the client's own."""
+        """Sends the alert that shows that the connection was not cut, and does not wait for the client's own."""
         with contextlib.suppress(OSError, ValueError), self.turn():
             self.secure.unwrap()

@@ -10,7 +10,7 @@
     replicas.py     the models of a server on a cluster of Ray
     interrupts.py   Ctrl-C
     chat.py         one answer, or a conversation, on the terminal
-    terminal.py     line editing and its history, wrapped words, thoughts that look like ones
+    terminal.py     line editing and its history, wrapped words, thoughts in another style
     serve.py        the server
     perplexity.py   how well a model predicts a text
     bench.py        how fast a model runs

@@ -1,7 +1,7 @@
 """How fast a model runs, and how much of the cards it uses.
 
 Prefill is a whole prompt of random tokens, until its first answer token is on the host. Decode is steps of a batch of
-slots from a context on, each step until its tokens are on the host. Nobody reads that context before: its pages hold
+slots from a context on, each step until its tokens are on the host. The context is not computed before: its pages hold
 random keys and values, and the recurrent states begin as zeros, which takes as long as those of a text. Percentages are
 of what the probe found. Prefill: of the int8 operations that the dp4a units do at the measured clock, for the matrix
 products alone. Decode: of the bytes per second that the card reads, for weights, recurrent states and KV pages.
@@ -9,8 +9,8 @@ products alone. Decode: of the bytes per second that the card reads, for weights
 A small model's decode may go beyond 100 per cent, because what fits into a cache is read faster than memory. So may
 prefill where tensor cores multiply (kernels/products.py): they do more operations than the dp4a units. Operations
 are timed by themselves. So the operations of a prompt's parts, which run side by side, add up to more than the prompt
-takes. A replayed product of experts finds the choice of another layer in memory: with few rows it may read fewer
-experts than in its place, and seem faster.
+takes. A product of experts that is replayed by itself finds another layer's choice of experts in memory: with few rows
+it may read fewer experts than in its place, and seem faster.
 """
 
 import contextlib

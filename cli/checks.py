@@ -3,7 +3,7 @@
 Random weights predict nothing that a drafter could guess. So the tokens of a plain run are recorded and serve as drafts
 for a second run from the same states. Each is made wrong with the probability 1 - P of --acceptance. A script on the
 card (`Pipeline.follow_script`) puts them in the place of the drafters' own. All else is as in use: the model's draft
-block, if there is one, makes as many drafts as are checked, they are only not taken. The second run has to choose the
+block, if there is one, makes as many drafts as are checked, but they are not used. The second run has to choose the
 tokens of the first one.
 
 What a check costs by itself is measured with drafts that are all right, so that all rows count and are kept.

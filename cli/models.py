@@ -1,5 +1,5 @@
-"""The models of a command line: what each is loaded with, and where it goes. How several are written says
-named.py. Those of --embedding-model and --reranking-model have the defaults of `qengine.load`."""
+"""The models of a command line: what each is loaded with, and where it goes. named.py says how several models are
+written. Those of --embedding-model and --reranking-model have the defaults of `qengine.load`."""
 
 import collections
 import contextlib
@@ -130,8 +130,8 @@ def open_side(options) -> list[Wanted]:
 
 
 def in_order(wanted: list[Wanted]) -> list[Wanted]:
-    """As they are loaded: those for embeddings and scores first, so that the plans of the others see what they leave;
-    then those that are loaded at their first request."""
+    """The models in the order of loading: those for embeddings and scores first, so that the plans of the others see
+    what they leave; then those that are loaded at their first request."""
     return sorted(wanted, key=lambda one: (one.idle is not None, one.model.kind == "text"))
 
 
@@ -184,7 +184,7 @@ def set_aside(planner):
 
 
 def load_models(wanted: list[Wanted], release) -> Models:
-    """The models of a server, those loaded that always are. release(engine): closes an engine and gives back its
+    """The models of a server. Loads those that are always loaded. release(engine): closes an engine and gives back its
     memory. Raises ModelError, RequestError, CardError; then none stays loaded."""
     deck, served, taken = Deck(wanted[0]), {}, set()
     empty = deck.planned()
@@ -242,8 +242,8 @@ def crowded(one: Wanted, empty: Deck, planner) -> str:
 
 @contextlib.contextmanager
 def naming_room(one: Wanted, empty: Deck):
-    """Where the `with` body finds that a model does not fit, the sentence says whether it would alone. empty: the cards
-    on paper, before any model."""
+    """Where the `with` body finds that a model does not fit, the error also says whether it would fit alone. empty: the
+    cards on paper, before any model."""
     try:
         yield
     except OutOfMemory as error:

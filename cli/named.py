@@ -35,7 +35,8 @@ class ModelArgument(NamedTuple):
 
 
 def model_argument(text: str) -> ModelArgument:
-    """An argparse type: "FILE" or "NAME=FILE,option=value,...". What is a file as it stands is a file."""
+    """An argparse type: "FILE" or "NAME=FILE,option=value,...". If the whole text is the path of a file, it names this
+    file."""
     named = re.fullmatch(r"([\w.:@-]+)=([^,]+)(?:,(.*))?", text, re.DOTALL)
     if named is None or os.path.exists(text):
         return ModelArgument(text)

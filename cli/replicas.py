@@ -65,8 +65,8 @@ def model_of(application: str) -> str:
 
 
 def cpus_for(each: list) -> int:
-    """That a cluster of this machine alone needs, with a CPU for each replica: these say who is placed where, and
-    nothing is kept from using them all."""
+    """The CPUs that a cluster of this machine alone is said to have, at least one for each replica. Ray counts them
+    when it places replicas; each replica may use all processors."""
     return max(usable_processors(), sum(max(own.replicas) for own in each))
 
 

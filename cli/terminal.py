@@ -1,4 +1,4 @@
-"""What a terminal adds to a conversation: line editing with a history, wrapped words, and thoughts that look like ones.
+"""What a terminal adds to a conversation: line editing with a history, wrapped words, thoughts in another style.
 
 An answer that goes to a file or a pipe is the model's own text, letter by letter. Its thoughts go to stderr.
 """
