@@ -34,11 +34,12 @@ class Endpoint:
     asks: what the view gets for `service`. "server": the Service. "model": an Answering with the model that the body
     names (`name_of`), which is loaded if need be. "loaded": the same with the model that the query string names, if it
     is loaded. None: "model" where there is a body, "server" where there is none. A function gives one of these words
-    for a body. name_of: name_of(service, body) gives the name of the model that a body means. query: descriptions of
-    the parameters of the query string, by name. The view gets those that were sent as arguments. may_show: whether the
-    body may hold pictures, and so be larger. generates: whether the view itself asks for places of open requests (see
-    `Service.submit`). Every other request with a body holds one place until it is answered, because megabytes of JSON
-    take seconds.
+    for a body.
+    name_of: name_of(service, body) gives the name of the model that a body means.
+    query: descriptions of the parameters of the query string, by name. The view gets those that were sent as arguments.
+    may_show: whether the body may hold pictures, and so be larger.
+    generates: whether the view itself asks for places of open requests (see `Service.submit`). Every other request with
+    a body holds one place until it is answered, because megabytes of JSON take seconds.
     """
 
     method: str

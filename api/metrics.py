@@ -4,8 +4,9 @@ made for vLLM need to change nothing else.
 As in vLLM, every series has the label model_name. It is empty for a request that was refused before it came to a model.
 vLLM has no counterpart for the series about checkpoints and refusals, for drafts_checked and drafts_accepted (by the
 position of a draft in its check, from 1 on), and for those about experts (of models whose experts do not all lie on the
-cards). Of a model on several machines, the series qengine:replica_... say the same of each replica. The engine's counts
-are read when somebody asks; the times of a request are taken when it has ended.
+cards).
+Of a model on several machines, the series qengine:replica_... say the same of each replica.
+The engine's counts are read when somebody asks; the times of a request are taken when it has ended.
 """
 
 import flask

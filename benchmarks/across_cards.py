@@ -2,8 +2,8 @@
 
     3 CMP 100-210 at 0.25 GB/s, synthetic:27b, 18,400 tokens, unless the options say otherwise.
 
-The time of a pass is the sum of its kernels' estimates (kernels/emulated/estimate.py), which are floors: of each
-launch a block is run by an emulated card and counted, and counts for the whole grid. Per layer that is T(rows) for a
+The time of a pass is the sum of its kernels' estimates (kernels/emulated/estimate.py), which are floors: an emulated
+card runs and counts one block of each launch, and the count stands for the whole grid. Per layer that is T(rows) for a
 linear layer and T(rows) + context · U(rows) for an attention layer; micro-batches, which run side by side
 (`qengine.MicroBatch`), count one after the other. The passes then flow as in the engine (`engine.plan.schedule`).
 
@@ -75,8 +75,8 @@ class Layers:
 
 def launch_seconds(card, launch, one, has_l1=False):
     """The estimate of a launch of which one block is counted, on the type of card that an emulated card is like. Memory
-    moves what the blocks touch, but every array that it is given no more than once. one: a launch of the block.
-    has_l1: what a block reads again comes from L1, all of it; otherwise none."""
+    moves what the blocks touch, but each array no more than once. one: a launch of the block. has_l1: what a block
+    reads again comes from L1, all of it; otherwise none."""
     counted, n_blocks = counting.run(one, card.allocations), math.prod(launch.native.grid)
     counts = Counts(*(n_blocks * n for n in dataclasses.astuple(counted.counts)))
     given = sum(x.nbytes for x in launch.keep if isinstance(x, Array)) // SECTOR
@@ -159,7 +159,7 @@ def first_prompt(bars):
 
 
 def copies_of(rows, bars, name):
-    """Seconds of the copy of each pass: in their order, and of their sizes, which those of decode steps do not have."""
+    """Seconds of the copy of each pass, in their order. Sizes tell these copies from those of decode steps."""
     copies = [bar for bar in bars if bar["name"] == name]
     row_bytes = max(bar["args"]["bytes"] for bar in copies) // max(rows)
     copies = iter(copies)

@@ -2,11 +2,11 @@
 
     9B and 27B on CMP 100-210, one answer at 4,620 tokens of context, unless the options say otherwise.
 
-The time of a decode step is the sum of its kernels' estimates (kernels/emulated/estimate.py), which are floors: of each
-launch one block is run by an emulated card and counted, and counts for the whole grid. A step of a model with one layer
-of each kind is estimated three times: with both layers, and with either. That tells what a layer of each kind costs,
-and the rest: embedding, head, choice, drafts. Where the model needs several cards, the hidden states of a step's rows
-cross each link twice, and the cards work one after the other.
+The time of a decode step is the sum of its kernels' estimates (kernels/emulated/estimate.py), which are floors: an
+emulated card runs and counts one block of each launch, and the count stands for the whole grid. A step of a model with
+one layer of each kind is estimated three times: with both layers, and with either. That tells what a layer of each kind
+costs, and the rest: embedding, head, choice, drafts. Where the model needs several cards, the hidden states of a step's
+rows cross each link twice, and the cards work one after the other.
 
 A step that checks d drafts, each right with the chance P if those before it are, gives 1 + P + ... + P^d tokens.
 """

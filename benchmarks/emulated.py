@@ -2,10 +2,10 @@
 default.
 
 Times are the best of several repeats of whole launches, called from Python through the native layer. Products of
-matrices that fit no cache are compared with a native loop that reads the same weights, so much for each worker. For
-each MODEL, a GGUF file or synthetic:NAME, follows a decode step, compared with the loop over its weights, and tokens/s:
+matrices that fit no cache are compared with a native loop that reads the same weights, each worker a part. For each
+MODEL, a GGUF file or synthetic:NAME, follows a decode step, compared with the loop over its weights, and tokens/s:
 plain, with drafts that are right with a chance of ACCEPTANCE (cli/checks.py says how), and with as many drafts as the
-engine thinks fit. What has a goal says whether it is reached. Only a quiet machine tells.
+engine thinks fit. A line with a goal says whether it is reached. Only figures of a quiet machine count.
 """
 
 import ctypes

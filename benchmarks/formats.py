@@ -4,7 +4,7 @@
     python -m benchmarks.formats load [--formats Q8_0 Q4_K ...] [--card CARD]
 
 accuracy    The model that ships, its matrices rounded to each format by models/quantize.py. Weights and activations are
-            float32 in all of these models, so that only the format tells.
+            float32 in all of these models, so that they differ in the format alone.
             weights:  |w' - w| / |w| over all matrices that were rounded
             KL:       mean KL divergence in nats of the next token's probabilities from those of the file's weights
             same:     positions with the same likeliest token, per cent

@@ -1,5 +1,5 @@
 """Clients that want to keep a server busy, for benchmarks/soak.py. What they send is small, or is never complete. Each
-has to get a clear refusal, or an ordinary answer where nothing is wrong but the intent, and soon."""
+has to get a clear refusal soon, or an ordinary answer if nothing is wrong but the intent."""
 
 import collections
 import http.client

@@ -12,8 +12,9 @@ Requests arrive as statistics of real services have them:
                 median and the third quartile of what prompts share are both 6,144 tokens there. The others are turns
                 of conversations, of 2.6 turns in the mean, which is the number that gives the trace's 5,755
 
-The trace does not tell, and so assumed: half and half, how many system prompts there are and how often each is used,
-and THINKING seconds between two turns. Neither trace has both, arrivals to the millisecond and what prompts share.
+The trace does not tell these, so they are assumed: half and half, how many system prompts there are and how often each
+is used, and THINKING seconds between two turns. Neither trace has both, arrivals to the millisecond and what prompts
+share.
 
 Three ways to choose a replica are compared: at random, the one with the fewest open requests, and the front's own Table
 (engine/replicas/table.py), which runs here as it does in a front. A replica reads prompts in the engine's own turns

@@ -7,11 +7,12 @@ hang up at a random point. The caches are too small for all: checkpoints are spi
 - no error, and no answer later than --patience;
 - every answer is the one given alone: text, thoughts, calls, finish reason, log-probabilities to the last digit. The
   exception is a later turn of a conversation that was spared more tokens than its first prompt has: its states may come
-  from tokens that were decoded, which round differently. Such an answer may leave the one given alone where that was
-  close: at a token whose log-probability is within MARGIN of the one chosen there (these turns are greedy);
-- the server's memory after half of the time, a minute at most, and at the end differ by GROWTH at most. What it may
-  take by its settings it has by then: a page and a checkpoint get their memory when they are first used, and before
-  the clients come all have been;
+  from tokens that were decoded, which round differently. Such an answer may differ from the one given alone, if the
+  first other token was a close second: its log-probability is within MARGIN of the one chosen there (these turns are
+  greedy);
+- the server's memory after half of the time, a minute at most, and at the end differ by GROWTH at most. By then it has
+  taken all that its settings allow: a page or a checkpoint gets its memory at its first use, and all are used once
+  before the clients come;
 - with --hostile N, so many more clients send what benchmarks/hostile.py describes, and each gets its refusal;
 - at the end nothing runs, every slot is free, and every page is free or kept for later; after `clear_cache` free.
 

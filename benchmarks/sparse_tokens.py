@@ -8,7 +8,7 @@ own numbers and kernels, which is several times as fast. Kinds of prompts:
     chat    conversations about everything that the model has learnt, then a question about a fact
     code    Python functions that a seed makes up, then such a question
 
-Said of each rule and kind, all prompts together: the share of the keys that were read; of the tokens of greedy answers
+Printed for each rule and kind, over all prompts: the share of the keys that were read; of the tokens of greedy answers
 to whole prompts, those that come before the first one that differs behind a sparse prompt (answers see all keys); of
 the likeliest tokens after every fourth token of the prompts, from the first one on that may leave out keys, those that
 are the same; and the KL divergence there, in nats.

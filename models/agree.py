@@ -6,8 +6,8 @@ The reference is transformers, which runs the file's dequantised weights in floa
 activations of 8 bits, so they may choose another token where the reference's two best tokens are nearly equal.
 
 How nearly is measured. The margin is the difference of the reference's two best logits, and the noise is the rms error
-of that difference in the other program, over all positions before its answer departs from the reference's. An answer
-that departs where the margin is above three times the noise is one too many, and the exit code is 1.
+of that difference in the other program, over all positions before its answer departs from the reference's. If any
+answer departs where the margin is above three times the noise, the exit code is 1.
 
 Prompts with pictures are answered where there is a tower; llama.cpp is asked for text alone. With --checkpoint,
 perplexity is also taken with the weights as they were trained.
@@ -98,8 +98,9 @@ class LlamaCpp:
 
 
 def compare(name: str, engine, prompts, references) -> bool:
-    """Prints how many answers are the reference's, and the margin where one leaves it beside the noise of margins as
-    far as both agree. Returns whether each leaves where the reference's margin is below NOISE times that, rms."""
+    """Prints how many answers equal the reference's, and for each that departs from it the margin there, beside the
+    noise of margins up to there. Returns whether each departs where the reference's margin is below NOISE times the
+    noise."""
     leaves, errors = [], []
     for i, (prompt, (answer, logits)) in enumerate(zip(prompts, references, strict=True)):
         ours = engine.answer(prompt)

@@ -5,8 +5,8 @@ phase, and share what was compiled. Everything else is few calls. A block's kern
 compiler thinks of: to time several of each takes longer than a short run gains by it.
 
 What one part of a run has compiled lies in a file, and another part that is given this file begins with it. PyTorch
-writes pickles there, and reading a pickle can run any program. So the file is no part of a checkpoint, which can come
-from anyone: whoever trains names it.
+writes pickles there, and reading a pickle can run any program. So the file is not part of a checkpoint, because a
+checkpoint can come from anyone: the person who trains names the file.
 """
 
 import os

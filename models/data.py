@@ -94,8 +94,8 @@ def encode(tokenizer: Tokenizer, text: str, thinking: bool, spelled: tuple = ())
     """Token ids of a rendered example and what each is to the loss. Answers are encoded apart, as they will be
     generated: the prompt's "<think>" and newline stay two tokens, whatever the answer begins with.
 
-    spelled: texts that answers have letter by letter, since they are read from pictures. What is seen there is letters,
-    and which of them are one token in a word nobody can see."""
+    spelled: texts that answers write letter by letter, because the model reads them from pictures. A picture shows
+    letters, and does not show which of them are one token in a word."""
     pieces, kinds, end = [], [], 0
     answers = [match.span(2) for match in ANSWER.finditer(text)]
     if thinking:
@@ -282,7 +282,7 @@ def size_of(picture) -> int:
 
 def _empty(layout: Layout) -> Rows:
     tokens, patches = (layout.n_rows, layout.n_tokens), (layout.picture_rows, PICTURE_ROW * MERGE ** 2)
-    grid = np.full((*patches, 5), -1, np.int16)     # what is in no picture sees its like alone
+    grid = np.full((*patches, 5), -1, np.int16)     # patches of no picture see only each other
     rope = np.zeros((layout.n_rows, 3, layout.n_tokens), np.int32)
     pixels = np.zeros((*patches, 3 * SIZE ** 2), np.uint8)
     labels = np.full((layout.picture_rows, PICTURE_ROW, len(tasks.pictures.FACTS)), UNUSED, np.int8)

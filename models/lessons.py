@@ -17,7 +17,7 @@ _OF_ONE_SIZE = [[i for i, size in enumerate(SIZES) if size == one] for one in so
 
 
 class Lessons(nn.Module):
-    """length: root mean square of the rows that is aimed at, that of what the network takes else."""
+    """length: the root mean square that rows are to have, which is that of the network's other inputs."""
 
     def __init__(self, hidden: int, length: float = 1.0):
         super().__init__()

@@ -9,7 +9,7 @@
     notebooks    those that run the model are run and kept anew
     tests        that the above agree, and those that ask the model something
 
-What is left is for somebody who reads: LEFT says it, and so does the end of a run. The checkpoint may lie anywhere.
+The rest is for a person to read: LEFT lists it, and the end of a run prints it. The checkpoint may lie anywhere.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""A kernel for tests to which it is all one what a kernel does."""
+"""A kernel for tests that need some kernel, whatever it computes."""
 
 from numba import cuda, uint32
 

@@ -15,7 +15,7 @@ and asynchronously, whole and streamed.
     errors                        test_errors                               test_errors
     responses                     test_responses, test_kept_responses       (it has none)
 
-What the model says is its own affair: the form has to be right, and all four ways say the same.
+What the model says is not tested: only that the form is right, and that all four ways say the same.
 """
 
 import asyncio

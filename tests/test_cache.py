@@ -1,7 +1,7 @@
 """The prefix cache: who has which page, which states are kept, what a prompt is spared, and that nothing is ever wrong.
 
-First with a model that is none: its keys and values are hashes of all tokens up to a position and of how each of them
-was computed, its states these tokens themselves, so that whatever is reused wrongly is seen when it is read. Then with
+First with a made-up model: its keys and values are hashes of all tokens up to a position and of how each of them was
+computed, and its states are these tokens themselves. So whatever is reused wrongly shows when it is read. Then with
 real ones."""
 
 import functools
