@@ -266,9 +266,9 @@ class PromptPass:
     marks: tuple[Mark, ...]         # in ascending order
     pictures: tuple                 # (row, Array [n, hidden] on the first card): replaces embeddings from this row on
     shares_card: bool               # whether other micro-batches run at the same time
-    batch: MicroBatch | Alone       # decides which micro-batch uses shared memory, pages and states first
+    batch: MicroBatch | Alone       # orders the uses of states, pages and shared memory by micro-batches
     sparse_from: int | None         # position of the first row in a sparse prompt; None: rows see all keys before them
-    n_keys: int | None = dataclasses.field(default=None, kw_only=True)      # keys of the last row; None: any number
+    n_keys: int | None = dataclasses.field(default=None, kw_only=True)      # keys seen by its last row; None: any
 
     tiles: ClassVar = None
 

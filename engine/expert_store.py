@@ -305,7 +305,7 @@ class StoredMatrix:
         Experts are asked for."""
         n_experts, store = len(self.on_card.places), self.store
         missing = np.flatnonzero(store.resident.slot_of[self.layer] == NOWHERE)
-        few = store.reads_host and 2 * n_pairs <= n_experts     # experts are met: read over the link
+        few = store.reads_host and 2 * n_pairs <= n_experts     # few experts are met: read over the link
         if few or not missing.size or store.card.defers:
             yield self.on_card
             return
