@@ -10,8 +10,8 @@ training never sees, length is in tokens (recall and text), lang is "en", "ko", 
 
 Held out by construction. Contents (names, cities, numbers, codes, names of tools, lists, sums, and the names
 of fields and kinds drawn for an example) are held out when their SHA-256 says so, `is_held`, see words.py;
-questions about facts when the facts' files say so, see facts.py; sums by their steps, see reasoning.py. Contents of
-which there are few are not held out: colours, the fields of words.toml, single words of the dictionary, sums and
+questions about facts when the facts' files say so, see facts.py; sums by their steps, see reasoning.py. What
+few there are of is not held out: colours, the fields of words.toml, single words of the dictionary, sums and
 products of numbers up to ten; nor are integers, years and choices that only have to be passed on.
 """
 
@@ -43,7 +43,7 @@ TASKS = {
     "pictures": (80, pictures.make),
 }
 
-# How often each task is in held-out text, whatever is trained on: so all trainings have perplexities of the same text.
+# How often in held-out text, whatever is trained on: perplexities of different trainings are of the same text.
 TEXT_WEIGHTS = (44, 20, 4, 18, 40, 10, 8, 14, 10, 0.5, 90)
 
 # To judge with only: held-out questions in the midst of a conversation, or after another language, or after a picture,

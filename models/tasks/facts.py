@@ -10,9 +10,9 @@ A question may be a pattern, "(Can|Does) it run on (a Mac|macOS)?", which stands
 Korean word {을} is the particle that fits. What newcomers ask (models/text/newcomers.toml) is never trained on; it has
 key phrases of its own.
 
-Examples to train on ask in more ways than examples to judge by: wordings of models/text/wide/further.toml, what
-asking.py makes of any wording, and two questions at once. So new ways to ask leave all examples to judge by as they
-are.
+Examples to train on have more ways to ask than the turns that stand in examples to judge by: wordings of
+models/text/wide/further.toml, what asking.py makes of any wording, and two questions at once. So whoever adds to them
+leaves all examples to judge by as they are.
 """
 
 import itertools

@@ -1,9 +1,9 @@
 """Ordinary tools, named as developers name them: read_file, playSong, lamp-switch-off.
 
-A tool is an action on a thing (models/text/ordinary.toml), such as to switch off a lamp; there are hundreds of such
-pairs. Its name is a verb for the action and the stem of the thing, in one of the spellings that programs use, on its
-side of the held-out rule. Requests may call the thing by another word than the tool does, so that the description
-counts. Beside the tool stand others like it: with the same thing or with the same verb.
+A tool is an action on a thing (models/text/ordinary.toml), such as to switch off a lamp, which hundreds of pairs are;
+its name is a verb for the action and the stem of the thing, in one of the spellings that programs use, on its side of
+the held-out rule. Requests may call the thing by another word than the tool does, so that the description counts.
+Beside the tool stand others like it: with the same thing or with the same verb.
 """
 
 import tomllib

@@ -103,8 +103,7 @@ def _needles(draw: Draw, lang: str, n: int) -> list[Needle]:
 
 
 def _alike(draw: Draw, lang: str, needle: Needle, make_value) -> Needle:
-    """What is easily taken for a needle: another thing about the same key, or the same thing about a key that is nearly
-    the same."""
+    """What is easily taken for a needle: another thing about the same key, or the same of a key that is nearly its."""
     if draw.rng.random() < 0.5:
         return Needle(_other_kind(draw, lang, [needle]), needle.key, make_value(draw, lang))
     return Needle(needle.kind, _nearly(draw, needle.key), make_value(draw, lang))
