@@ -105,7 +105,7 @@ class Products:
 
     @classmethod
     def of(cls, card, wish="auto"):
-        """The Products of a card, with what was found on it before."""
+        """With what was found on a card."""
         return cls(card, wish, None if wish == "dp4a" else load(card))
 
     def multiply(self, y, stride, w, x, rows, add=False, *, concurrent=False):

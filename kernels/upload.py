@@ -63,7 +63,7 @@ class Feeder:
             buffer.is_free = self.card.default_stream.record()
 
     def _fill(self, host, read, start):
-        """Reading releases Python's lock, so threads read side by side."""
+        """Reading releases Python's lock."""
         starts = range(0, host.size, SHARE)
         for _ in (self._threads.map if len(starts) > 1 else map)(
                 lambda at: read(start + at, host[at:at + SHARE]), starts):

@@ -84,7 +84,7 @@ class Feed:
             self.is_heard = False
 
     def check(self):
-        """Ends all answers if the front has not asked for a stream over MOST_CHECKS checks."""
+        """Ends all answers if the front seems to be gone."""
         self.n_checks += 1
         if self.n_checks > MOST_CHECKS:
             self.close()
