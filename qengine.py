@@ -1559,7 +1559,7 @@ class Pipeline:
         return pictures.seen(start, end, self.gallery)
 
     def blame(self, pictures: PromptPictures, placed) -> RequestError | None:
-        """The error that ends a request with a NaN, see `Sight.blame`. placed: pictures that are encoded in part."""
+        """The error that ends a request with a NaN, see `Sight.blame`. placed: pictures not encoded to their end."""
         first = self.stages[0]
         return first.worker.ask(first.sight.blame, pictures, self.gallery, placed).result()
 

@@ -221,7 +221,7 @@ class ExpertsMLP:
 
     def shared_in_launches(self, model):
         """The shared expert as the launches of the other experts take it: for gate and up, and for down. (None, None)
-        if they cannot take it, or if a user has products of his own."""
+        if they cannot take it, or if a user has products of their own."""
         (_, matrix), *others = self.shared_gate_up.parts
         if others or len(self.gate_up) > 1 or not self.shared_is_quantized or model.gemv:
             return None, None

@@ -16,10 +16,10 @@ tensor cores on others. So `measure_products` finds it out, once on each card an
 What was found is kept beside the report of the probe. Times are found anew when one of the two kernels has changed.
 
 The engine's own products have other sizes. Each kernel's `relative_time` knows how its time depends on the size. The
-time of tensor cores is multiplied by a factor of the card and the format. It makes the ratio of the two times at [N, K]
-and ROWS the measured one. For each size, the kernel with the shorter time multiplies. Decode steps are not measured:
-with enough rows and large matrices they use tensor cores if the measured product does. Products of experts have the
-factor of the format. All experts of a layer share tiles of rows, so one pipe makes all their products.
+time of tensor cores is multiplied by a factor of the card and the format. The factor makes the ratio of the two times
+at [N, K] and ROWS the measured one. For each size, the kernel with the shorter time multiplies. Decode steps are not
+measured: with enough rows and large matrices they use tensor cores if the measured product does. Products of experts
+have the factor of the format. All experts of a layer share tiles of rows, so one pipe makes all their products.
 
 Nothing depends on the choice but time. So it is harmless if a measurement was disturbed; `--probe` repeats it.
 """

@@ -2,10 +2,10 @@
 
 The card's arithmetic makes one NaN only, 0x7FFFFFFF in float32 and 0x7FFF in halves; the processor makes
 others, and hands on those that it is given. Inside arithmetic this makes no difference. So results are corrected
-where their bits become visible: where they are stored, read as integers and so on. Only results are, because a copy
-of a NaN keeps its bits. A float64 NaN keeps its bits on the card too, and a new one is the processor's.
-Not corrected: a NaN computed into a register that is also loaded or moved from memory (a sum that goes on
-from y[i]), and one that an atomic addition leaves in memory: these may have the processor's bits.
+where their bits become visible: where they are stored, read as integers and so on. Only results are corrected, because
+a copy of a NaN keeps its bits. A float64 NaN keeps its bits on the card too, and a new one is the processor's. Not
+corrected: a NaN computed into a register that is also loaded or moved from memory (a sum that goes on from y[i]), and
+one that an atomic addition leaves in memory: these may have the processor's bits.
 """
 
 from .flow import split_operands
