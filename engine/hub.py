@@ -84,8 +84,8 @@ class NoSuchFile(ModelError):
 
 def local_path(model: str | Path, note: Callable[[str], None], kind: str = MODEL) -> str | Path:
     """The path of the file that a user's name for a model means, or for its eyes (kind). Files of the Hub are
-    downloaded unless they are in the cache; `note` is told which. For HeadersOf, only headers are downloaded. Any other
-    name is a path already. Raises ModelError."""
+    downloaded unless they are in the cache; `note` is told which. Of HeadersOf there are headers alone. Any other name
+    is a path already. Raises ModelError."""
     if str(model).startswith(PREFIX):
         return download(HubName.of(str(model)), note, kind, isinstance(model, HeadersOf))
     if not os.path.exists(model) and (name := hub_name(str(model))):
