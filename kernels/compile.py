@@ -63,8 +63,18 @@ _lock = threading.RLock()                       # Numba compiles one kernel at a
 _memory = {}                                    # (kernel, types, cc, folder) -> Compiled
 _functions = {}                                 # (digest, types, options) -> Numba's result for a device function
 _lowered = {}                                   # `cache_key` -> _Lowered
-_texts = weakref.WeakKeyDictionary()            # module of LLVM IR -> its text
 _codes = {}                                     # id of a code object -> (it, `_portable` bytes, names that it loads)
+_texts = weakref.WeakKeyDictionary()            # module of LLVM IR -> its text
+# How many each of these tables keeps (`_keep`). Whoever runs a notebook's cell again makes its functions anew.
+MOST_COMPILED, MOST_FUNCTIONS, MOST_LOWERED, MOST_CODES = 1024, 2048, 512, 8192
+
+
+def _keep(table, most, place, value):
+    """Puts `value` into a table, from which the oldest entry goes if there are `most`. Returns it."""
+    if len(table) >= most:
+        del table[next(iter(table))]
+    table[place] = value
+    return value
 
 
 class CompileError(Exception):
@@ -171,12 +181,10 @@ def find_kernel(kernel, signature, cc, cache_dir=CACHE_DIR):
 def _find(kernel, signature, cc, cache_dir, compile):
     place = (kernel, signature, cc, cache_dir)
     with _lock:
-        if place not in _memory:
-            compiled = _load_or_compile(kernel, signature, cc, Path(cache_dir) / "ptx", compile)
-            if compiled is None:
-                return None
-            _memory[place] = compiled
-        return _memory[place]
+        if place in _memory:
+            return _memory[place]
+        compiled = _load_or_compile(kernel, signature, cc, Path(cache_dir) / "ptx", compile)
+        return compiled and _keep(_memory, MOST_COMPILED, place, compiled)
 
 
 def _load_or_compile(kernel, signature, cc, folder, compile):
@@ -236,7 +244,6 @@ class _Lowered:
 # are not exact, which no kernel may have, and no intrinsic of this folder asks for the capability. So its work is done
 # once for all later cards. An intrinsic of a user's may ask.
 _LOWERED_FOR = (7, 0)
-MOST_LOWERED = 512                              # that are kept
 
 
 def _lower(kernel, signature, cc):
@@ -244,23 +251,22 @@ def _lower(kernel, signature, cc):
     if (kernel.py_func.__module__ or "").partition(".")[0] == __package__:
         cc = min(cc, _LOWERED_FOR)
     place = cache_key(kernel, signature, cc)    # what a kernel refers to may have changed in between
-    if place not in _lowered:
-        with warnings.catch_warnings(), _lowering_for(cc), without_collections():
-            warnings.simplefilter("ignore", NumbaDebugInfoWarning)
-            result = compile_cuda(kernel.py_func, types.void, tuple(_numba_type(t) for t in signature),
-                                  lineinfo=True, nvvm_options={"opt": 3, "fma": False}, cc=cc)
-            library, symbol = result.library, result.fndesc.llvm_func_name
-            function = library.get_function(symbol)
-            kernel_fixup(function, False)
-            nvvm.set_launch_bounds(function, kernel.targetoptions.get("launch_bounds"))
-            if any(getattr(file, "kind", None) != "cu" for file in library._linking_files):
-                raise ValueError("a kernel can be linked with functions in CUDA C only")
-            called = [_llvm_text(module) for module in library.modules if module is not function.module]
-            if len(_lowered) >= MOST_LOWERED:
-                del _lowered[next(iter(_lowered))]
-            _lowered[place] = _Lowered(symbol, zlib.compress(_without_variables(function.module).encode(), COMPRESSION),
-                                       called, sorted(file.data for file in library._linking_files))
-    return _lowered[place]
+    if place in _lowered:
+        return _lowered[place]
+    with warnings.catch_warnings(), _lowering_for(cc), without_collections():
+        warnings.simplefilter("ignore", NumbaDebugInfoWarning)
+        result = compile_cuda(kernel.py_func, types.void, tuple(_numba_type(t) for t in signature),
+                              lineinfo=True, nvvm_options={"opt": 3, "fma": False}, cc=cc)
+        library, symbol = result.library, result.fndesc.llvm_func_name
+        function = library.get_function(symbol)
+        kernel_fixup(function, False)
+        nvvm.set_launch_bounds(function, kernel.targetoptions.get("launch_bounds"))
+        if any(getattr(file, "kind", None) != "cu" for file in library._linking_files):
+            raise ValueError("a kernel can be linked with functions in CUDA C only")
+        called = [_llvm_text(module) for module in library.modules if module is not function.module]
+        packed = zlib.compress(_without_variables(function.module).encode(), COMPRESSION)
+        files = sorted(file.data for file in library._linking_files)
+    return _keep(_lowered, MOST_LOWERED, place, _Lowered(symbol, packed, called, files))
 
 
 def _llvm_text(module):
@@ -310,9 +316,9 @@ def _compile_device_function(function, return_type, args, **options):
     digest = hashlib.sha256()
     _feed(digest, function, {})
     place = digest.digest(), return_type, args, repr(sorted(options.items()))
-    if place not in _functions:
-        _functions[place] = compile_cuda(function, return_type, args, **options)
-    return _functions[place]
+    if place in _functions:
+        return _functions[place]
+    return _keep(_functions, MOST_FUNCTIONS, place, compile_cuda(function, return_type, args, **options))
 
 
 @contextmanager
@@ -501,11 +507,12 @@ def _feed_global(digest, name, value, attributes, seen):
 
 
 def _facts(code):
-    """(`code`, its bytes as keys have them, its `_names`). It stays alive, so that no other object gets its id."""
-    if id(code) not in _codes:
-        portable = marshal.dumps(_portable(code), 2)    # version 2: later ones depend on refcounts
-        _codes[id(code)] = code, portable, _names(code)
-    return _codes[id(code)]
+    """(`code`, its bytes as keys have them, its `_names`). While it is kept it stays alive, so that no other object
+    gets its id."""
+    if id(code) in _codes:
+        return _codes[id(code)]
+    portable = marshal.dumps(_portable(code), 2)        # version 2: later ones depend on refcounts
+    return _keep(_codes, MOST_CODES, id(code), (code, portable, _names(code)))
 
 
 def _portable(code):

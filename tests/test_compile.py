@@ -228,13 +228,22 @@ def test_an_intrinsic_of_a_user_is_told_the_capability(tmp_path):
         assert re.search(r", %d%d;" % cc, compile_kernel(kernel, ("uint32[1]",), cc, tmp_path).ptx)
 
 
-def test_lowered_kernels_have_a_bound(tmp_path, monkeypatch):
-    monkeypatch.setattr(compiler, "_lowered", {})
-    monkeypatch.setattr(compiler, "MOST_LOWERED", 2)
-    for factor in range(4):
-        kernel = kernel_from(f"@cuda.jit\ndef kernel(x):\n    x[uint32(0)] = float32({factor})", tmp_path)
+def test_what_is_kept_has_a_bound(tmp_path, monkeypatch):
+    """Kernels that are made again and again, as by a notebook's cell, leave no more than that, and keys stay as they
+    are."""
+    before = [cache_key(family(factor), ("float32[1]",), OLDEST) for factor in range(4)]
+    for table, most in (("_memory", "MOST_COMPILED"), ("_functions", "MOST_FUNCTIONS"), ("_lowered", "MOST_LOWERED"),
+                        ("_codes", "MOST_CODES")):
+        monkeypatch.setattr(compiler, table, {})
+        monkeypatch.setattr(compiler, most, 2)
+    kernels = [family(factor) for factor in range(4)]
+    for kernel in kernels:
         compile_kernel(kernel, ("float32[1]",), OLDEST, tmp_path)
-    assert len(compiler._lowered) == 2
+    assert [len(table) for table in (compiler._memory, compiler._functions, compiler._lowered, compiler._codes)] == [
+        2, 2, 2, 2]
+    assert [place[0] for place in compiler._memory] == kernels[2:]
+    assert [cache_key(kernel, ("float32[1]",), OLDEST) for kernel in kernels] == before
+    assert len(set(before)) == 4 and len(compiler._codes) == 2
 
 
 def test_signatures_have_a_bound(tmp_path, monkeypatch):
