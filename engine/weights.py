@@ -166,16 +166,19 @@ class PaperLoader(Loader):
         self.kinds, self.known = weights.kinds, weights.known
 
     def block(self, index: int, load: Callable):
-        store, name, before = self.store, f"blk.{index}.", self.card.free_bytes
-        kind = self.kinds[index], store and store.n_slots
+        store, name = self.store, f"blk.{index}."
+        cards, kind = [self.card, *([store.host] if store else [])], (self.kinds[index], store and store.n_slots)
         if kind in self.known:
-            found, nbytes, stored = self.known[kind]
-            self.card.set_aside(nbytes)
+            found, taken, stored = self.known[kind]
+            for card, nbytes in zip(cards, taken, strict=True):
+                card.set_aside(nbytes)
             if stored:
                 store.layers[name] = stored
         else:
+            before = [card.free_bytes for card in cards]
             found = super().block(index, load)
-            self.known[kind] = found, before - self.card.free_bytes, store and store.layers[name]
+            taken = [free - card.free_bytes for free, card in zip(before, cards)]
+            self.known[kind] = found, taken, store and store.layers[name]
         return found
 
 
@@ -293,7 +296,8 @@ class Weights:
 
     def __init__(self, shapes: dict[str, tuple[int, ...]], type_of):
         self.shapes, self.type_of = shapes, type_of
-        # Of plans: (kind of a block, its experts on the card) -> what it was loaded as, its bytes, its StoredLayer.
+        # Of plans: (kind of a block, its experts on the card) -> what it was loaded as, its bytes on the card and on
+        # the host of the card's experts, its StoredLayer.
         self.known = {}
 
     @cached_property

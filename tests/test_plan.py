@@ -395,14 +395,15 @@ def test_a_search_finds_the_most():
     ("synthetic:27b+mtp:q4_k", None, 2), ("synthetic:35b-a3b:q4_k", 8 << 30, 2),
     (oracle_path("gguf/dense_kq-Q4_K_M.gguf"), None, None)], ids=str)
 def test_blocks_that_are_alike_are_planned_once(monkeypatch, model, memory, n_kinds):
-    """They take as much as if each were planned by itself."""
+    """They take as much as if each were planned by itself, of the host, too."""
     opened, found = open_model(model), []
     for block in PaperLoader.block, Loader.block:
         monkeypatch.setattr(PaperLoader, "block", block)
         stage = PlannedModel(opened.config, opened.weights).stage(
             PlannedCard(EmulatedCard()), range(opened.config.n_layers), Demand(4096, drafts=1, expert_memory=memory,
                                                                             split=(opened.config.n_layers,)), None)
-        stores = [(store.host_bytes, store.missing_bytes, len(store.layers)) for store in [stage.store] if store]
+        stores = [(store.host_bytes, store.host.free_bytes, store.missing_bytes, len(store.layers))
+                  for store in [stage.store] if store]
         n_objects = len({id(layer) for layer in stage.model.layers})
         found.append((stage.weight_bytes, stage.costs.work, stage.layer_works, stage.card.free_bytes, stores))
         assert n_objects == opened.config.n_layers if block is Loader.block else n_objects < opened.config.n_layers
