@@ -165,6 +165,13 @@ class Connection(waitress.channel.HTTPChannel):
         with contextlib.suppress(OSError, AttributeError):      # the connection was closed meanwhile
             self.socket.shutdown(socket.SHUT_RDWR)
 
+    def leave(self):
+        """Closes the connection when all is sent that was written: nothing more will be."""
+        if self.connected and self.total_outbufs_len:
+            self.close_when_flushed = True
+        else:
+            self.hang_up()
+
     # ---- deadlines ----------------------------------------------------------------------------------------
 
     def since(self) -> float:
@@ -195,10 +202,6 @@ class Connection(waitress.channel.HTTPChannel):
     def may_go(self) -> bool:
         """Whether no request is running, so that the connection may be closed to make room for others."""
         return not self.requests and self.connected
-
-    def is_quiet(self) -> bool:
-        """Whether no request is running, and nothing is left to send."""
-        return self.may_go() and not self.total_outbufs_len
 
     def usefulness(self) -> tuple:
         """Where room is short, the connection with the least usefulness goes first. In this order: those that have been

@@ -33,6 +33,7 @@ AT_ONCE = 64                # connections that are accepted before those that ar
 SPARE = 3 * MAX_BODY        # bytes above the limit that a body may have, so that Flask refuses it as its protocol does
 PAUSE_SECONDS = 1           # before the next try, where the machine has no room for a connection
 POLL_MS = 1000              # between two looks at deadlines
+LAST_SECONDS = 1.0          # at the end of a server, in which written bytes can leave
 READ = select.POLLIN | select.POLLPRI
 NO_ROOM = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 
@@ -169,13 +170,15 @@ def serving(app: flask.Flask, host: str, port: int, tls: ssl.SSLContext | None =
     is_told = threading.Event()
 
     def leave():
-        """Closes the sockets of listeners and of quiet clients, in the polling thread: it would not notice before its
-        next look that another thread closes them. This closes the trigger, too, which something else may have pulled
-        before. So it waits until nobody pulls the trigger any more."""
+        """Closes the sockets of listeners and of clients to whom nothing is left to send, in the polling thread: it
+        would not notice before its next look that another thread closes them. A request that has just come gets no
+        answer, for no thread is left that could write one. This closes the trigger, too, which something else may have
+        pulled before. So it waits until nobody pulls the trigger any more."""
         is_told.wait()
         for listener in listeners:
             listener.close()
-        hang_up(one for one in connections(watched) if one.is_quiet())
+        for one in connections(watched):
+            one.leave()
 
     thread = threading.Thread(target=poll_all, args=(watched,), name="http server", daemon=True)
     thread.start()
@@ -187,7 +190,7 @@ def serving(app: flask.Flask, host: str, port: int, tls: ssl.SSLContext | None =
         workers.shutdown()                      # waits for the threads that write the last answers
         listeners[0].trigger.pull_trigger(leave)
         is_told.set()
-        thread.join(1.0)                        # time for written bytes to leave
+        thread.join(LAST_SECONDS)
         hang_up(connections(watched))           # on clients that do not read
         thread.join()
         logging.getLogger("waitress").removeFilter(one_line)

@@ -18,6 +18,7 @@ import time
 
 import openai
 import pytest
+import waitress.task
 import waitress.trigger
 
 from api import connection as connection_api
@@ -516,6 +517,43 @@ def test_the_end_of_a_server_waits_for_no_look(monkeypatch):
             started = time.monotonic()
             client.close()
         assert time.monotonic() - started < 30
+
+
+@pytest.mark.parametrize("step", ["set_thread_count", "shutdown"])
+def test_a_request_that_comes_while_a_server_ends_delays_nothing(monkeypatch, step):
+    """Its last threads have ended: before waitress gives up what waits, and behind that."""
+    monkeypatch.setattr(http_api, "LAST_SECONDS", 60)
+    workers, end = waitress.task.ThreadedTaskDispatcher, getattr(waitress.task.ThreadedTaskDispatcher, step)
+
+    def ended(workers, *given):
+        end(workers, *given)
+        if given in ((0,), ()):
+            wait_until(lambda: not workers.threads)
+            late.append(stack.enter_context(connected(port, HEALTH)))
+            wait_until(lambda: workers.queue)
+
+    monkeypatch.setattr(workers, step, ended)
+    late = []
+    with contextlib.ExitStack() as stack:
+        with serving(app_of(PacedEngine())) as (port, _):
+            started = time.monotonic()
+        assert time.monotonic() - started < 30
+        assert not is_open(late[0])
+
+
+def test_a_server_ends_when_its_last_answer_is_read(monkeypatch):
+    """And not before: the answer is longer than what a connection holds."""
+    monkeypatch.setattr(http_api, "LAST_SECONDS", 60)
+    with contextlib.ExitStack() as stack:
+        with serving(app_of(LongModelList())) as (port, service):
+            client = stack.enter_context(connected(port, b"GET /v1/models HTTP/1.1\r\n\r\n"))
+            wait_until(lambda: n_arrived(client) and not service.log.running)
+            answers, started = [], time.monotonic()
+            reader = threading.Timer(0.5, lambda: answers.append(read_answer(client)))
+            reader.start()
+        assert time.monotonic() - started < 30
+        reader.join()
+        assert answers[0][2]["data"][0]["id"] == LongModelList().name
 
 
 def test_something_else_wakes_a_server_that_ends(monkeypatch):
