@@ -116,6 +116,7 @@ class Lent(Memory):
 
 
 ON_A_CARD = "this array is on a card: card.download(array) brings it to NumPy"
+NAMES_OF_OTHERS = {"copy_to_host", "get"}                # by which arrays of Numba and CuPy come from a card
 
 
 class Array:
@@ -195,6 +196,14 @@ class Array:
 
     def __array__(self, *_, **__):
         raise TypeError(ON_A_CARD)
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = __matmul__ = __array__
+    __neg__ = __float__ = __int__ = __setitem__ = __lt__ = __le__ = __gt__ = __ge__ = __array__
+
+    def __getattr__(self, name):
+        known = hasattr(np.ndarray, name) or name in NAMES_OF_OTHERS
+        why = f"no {name!r} here: {ON_A_CARD}" if known else f"an Array has no attribute {name!r}"
+        raise AttributeError(why, name=name, obj=self)
 
     def __repr__(self):
         state = "" if self.card else ", freed"

@@ -567,9 +567,11 @@ PLAIN_WORDS = (             # what the compiler says -> what that means for the 
     (r"liveness info missing for vars.*", "a loop never ends: does anything in it change its condition?"),
     (r"typing\(\) missing \d+ required positional arguments?: (.*)", r"an argument is missing: \1"),
     (r"<function (shared|local)\.array .*", r"the shape of a \1 array is a constant, or a tuple of constants"),
+    (r">>> (?:(?:zeros|ones|empty|full)(?:_like)?|arange|linspace|eye|concatenate|stack|repeat)\("
+     r"|>>> .*\blist\(|attribute '\w+' of type list|global name 'list'", NO_LISTS),
     (r">>> .*\bnone\b.*", "nothing stands where a value is wanted: does a function lack its `return`?"),
     (r"(?:>>> |Cannot cast ).*?UniTuple\((\w+) x (\d+)\).*", r"\2 of \1 stand where one is wanted: which of them?"),
-    (r">>> (?:zeros|ones|empty|full|arange|array)\(|>>> .*\blist\(|attribute '\w+' of type list", NO_LISTS),
+    (r">>> array\(", NO_LISTS),
     (r">>> (?:dot|matmul)\(", "a kernel has no products of matrices: it is a loop that adds up"),
     (r">>> (.*)", r"there is no \1"),
     (r"Untyped global name '(\w+)': .*<class 'function'>.*",
@@ -626,12 +628,13 @@ def _passes(trace, place):
 
 def _show_briefly(shell, kind, error, trace, tb_offset=None):
     """An error about a kernel, as a cell that has failed shows it: without the frames of the compiler and the card. So
-    is what a check asserts in words, why the engine refuses a product, that a driver or a decorator is missing, and
-    that *Interrupt* has ended a kernel."""
+    is what a check asserts in words, why the engine refuses a product, that a driver or a decorator is missing, that an
+    array is not NumPy's, and that *Interrupt* has ended a kernel."""
     if kind is KeyboardInterrupt and _passes(trace, "kernels/emulated"):
         error = KeyboardInterrupt("the kernels that ran were ended; what they have written until then remains")
     is_told = {ValueError: str(error) == missing_launch_config_msg or _passes(trace, "engine/own_products.py"),
-               TypeError: str(error) in (ON_A_CARD, "'function' object is not subscriptable")}
+               TypeError: str(error) in (ON_A_CARD, "'function' object is not subscriptable"),
+               AttributeError: str(error).endswith(ON_A_CARD)}
     if not str(error) or not is_told.get(kind, True):
         return shell.showtraceback((kind, error, trace), tb_offset=tb_offset, running_compiled_code=True)
     lines = [f"{kind.__name__}: {brief(error)}"]
@@ -641,7 +644,7 @@ def _show_briefly(shell, kind, error, trace, tb_offset=None):
 
 if get_ipython():
     get_ipython().set_custom_exc((CompileError, LaunchError, AssertionError, NameError, ValueError, TypeError,
-                                  CudaSupportError, KeyboardInterrupt), _show_briefly)
+                                  AttributeError, CudaSupportError, KeyboardInterrupt), _show_briefly)
     get_ipython().events.register("pre_run_cell", _stand_in)
     Configured.careful = _careful
     get_ipython().events.register("post_run_cell", _tell_disturbance)

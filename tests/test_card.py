@@ -34,6 +34,25 @@ def test_only_native_numbers_are_items(card, dtype):
         card.alloc(12, "int8").view(">i2")
 
 
+NUMPY = {"np.sum(x)": TypeError, "np.float32(2) * x": TypeError, "x + 1": TypeError, "1 - x": TypeError,
+         "x @ x": TypeError, "float(x[0])": TypeError, "x > 0": TypeError, "x.__setitem__(0, 5)": TypeError,
+         "x.sum()": AttributeError, "x.T": AttributeError, "x.copy_to_host()": AttributeError}
+
+
+@pytest.mark.parametrize("said", NUMPY)
+def test_what_numpy_does_is_refused_in_a_sentence(card, said):
+    with pytest.raises(NUMPY[said], match=r"this array is on a card: card.download\(array\) brings it to NumPy$"):
+        eval(said, {"np": np, "x": card.zeros(4, "float32")})
+
+
+def test_attributes_that_nobody_has(card):
+    x = card.zeros(4, "float32")
+    assert not hasattr(x, "__cuda_array_interface__") and not hasattr(x, "tolist")
+    with pytest.raises(AttributeError, match="^an Array has no attribute 'shap'$") as caught:
+        x.shap
+    assert caught.value.name == "shap" and caught.value.obj is x        # Python says: did you mean 'shape'?
+
+
 # ---- launches ----------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("grid, block, shared, message", [

@@ -508,6 +508,20 @@ def test_slips_of_newcomers_are_told_in_plain_words(lab):
         y[uint32(0)] = sums[0]
 
     @cuda.jit
+    def ones_of_numpy(y):
+        sums = np.ones(8)
+        y[uint32(0)] = sums[0]
+
+    @cuda.jit
+    def like_another(y):
+        sums = np.zeros_like(y)
+        y[uint32(0)] = sums[0]
+
+    @cuda.jit
+    def list_of_range(y):
+        y[uint32(0)] = list(range(8))[3]
+
+    @cuda.jit
     def list_repeated(y):
         sums = [0] * 8
         y[uint32(0)] = sums[0]
@@ -529,9 +543,8 @@ def test_slips_of_newcomers_are_told_in_plain_words(lab):
             (nothing_for_one, "does a function lack its `return`?"),
             (undecorated, "is @cuda.jit(device=True) above it?"),
             (of_float64, "a float32 is wanted, not a float64: is a float32(...) missing? 0.0 is a float64"),
-            (list_made, "a kernel has no lists and makes no arrays: cuda.local.array"),
-            (zeros_of_numpy, "a kernel has no lists and makes no arrays: cuda.local.array"),
-            (list_repeated, "a kernel has no lists and makes no arrays: cuda.local.array"),
+            *((kernel, "a kernel has no lists and makes no arrays: cuda.local.array") for kernel in (
+                list_made, zeros_of_numpy, ones_of_numpy, like_another, list_of_range, list_repeated)),
             (dot_of_numpy, "a kernel has no products of matrices"),
             (trying, "a kernel has no `try`")):
         with pytest.raises(CompileError) as caught:
@@ -654,9 +667,11 @@ own_products.check_arguments(endless)"""
                                           ("endless(y, 1)", "ValueError: a kernel is launched with its blocks and th"),
                                           ("endless[1](y, 1)", "LaunchError: endless[1]: a kernel is launched with"),
                                           ("np.allclose(y, 0)", "TypeError: this array is on a card: card.download("),
-                                          ("y + np.float32(1)", "TypeError: this array is on a card: card.download(")],
+                                          ("y + np.float32(1)", "TypeError: this array is on a card: card.download("),
+                                          ("y.mean()", "AttributeError: no 'mean' here: this array is on a card: card"),
+                                          ("y.nothing", "Traceback")],
                          ids=["interrupt", "product", "value", "type", "decorator", "bare", "blocks alone", "NumPy",
-                              "sum"])
+                              "sum", "mean", "attribute"])
 def test_what_ends_a_cell_is_told_briefly(source, said, run_cells):
     """An interrupted kernel and a refused product, without the frames behind them; other errors as Python shows
     them."""
