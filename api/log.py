@@ -1,8 +1,10 @@
 """A line per request in the log, and on a terminal a line for each that runs, with its speed.
 
-    id=5c0e... method=POST path=/v1/chat/completions status=200 seconds=0.942 prompt=160 cached=128 generated=42
-    first_token=0.031 tokens_per_s=46.1 drafts=36 accepted=0.69 finish=stop
+    id=5c0e... client=10.1.2.3 method=POST path=/v1/chat/completions status=200 seconds=0.942 prompt=160 cached=128
+    generated=42 first_token=0.031 tokens_per_s=46.1 drafts=36 accepted=0.69 finish=stop
 
+`client` is the address that the connection comes from: behind a proxy the proxy's, since anybody may send a header that
+names another.
 `accepted` is the share of the drafts that were right; both stand only where drafts were checked. Of a sparse prompt,
 `keys_read` is the share of the keys that its queries have read (kernels/block_sparse.py). Of a model whose
 experts do not all lie on the cards, `expert_hits` is the share that decode steps found there while the request ran, in
@@ -14,7 +16,7 @@ answer. Where a field is at fault, `param` names it instead, for the sentence ma
 prompts is logged only with --log-prompts. While a long prompt is read, a line every few seconds says how much of it is
 read:
 
-    id=5c0e... method=POST path=/v1/chat/completions seconds=10.112 prompt=131072 read=32768
+    id=5c0e... client=10.1.2.3 method=POST path=/v1/chat/completions seconds=10.112 prompt=131072 read=32768
 """
 
 import contextlib
@@ -52,7 +54,7 @@ class Exchange:
     def __init__(self, request: flask.Request):
         given = request.headers.get("X-Request-Id", "")
         self.id = given if SANE_ID.fullmatch(given) else uuid.uuid4().hex
-        self.method, self.path = request.method, request.path
+        self.client, self.method, self.path = request.remote_addr, request.method, request.path
         self.status, self.started, self.ended = None, time.perf_counter(), None
         self.refusal = None             # an ErrorAnswer
         self.generations, self.engine = [], None        # Generations or TextsJobs, and whose
@@ -68,7 +70,7 @@ class Exchange:
             self.engine, self.experts_before = engine, experts_used(engine)
 
     def __str__(self):
-        fields = self.address | {"status": self.status, "seconds": f"{self.ended - self.started:.3f}"}
+        fields = self.origin | {"status": self.status, "seconds": f"{self.ended - self.started:.3f}"}
         if self.model:
             fields["model"] = urllib.parse.quote(self.model)
         if self.generations:
@@ -78,9 +80,10 @@ class Exchange:
         return written(fields)
 
     @property
-    def address(self) -> dict:
+    def origin(self) -> dict:
         """The fields with which every line begins."""
-        return {"id": self.id, "method": self.method, "path": urllib.parse.quote(self.path[:200])}
+        return {"id": self.id, "client": self.client, "method": self.method,
+                "path": urllib.parse.quote(self.path[:200])}
 
     def reading(self) -> str | None:
         """The line on how much of its prompts is read; None where none is being read, or where the last line is not
@@ -89,7 +92,7 @@ class Exchange:
         if now - self.told < READING_SECONDS or not 0 < n_read < n_prompt:
             return None
         self.told = now
-        fields = self.address | {"seconds": f"{now - self.started:.3f}", "prompt": n_prompt, "read": n_read}
+        fields = self.origin | {"seconds": f"{now - self.started:.3f}", "prompt": n_prompt, "read": n_read}
         return written(fields)
 
     def counts(self) -> dict:

@@ -370,7 +370,8 @@ def test_a_line_for_each_request(lines):
             connection_id = send_raw(port, body)
             line = lines(1)[-1] if body is BODY else lines(2)[-1]
             assert line["id"] == connection_id
-            assert (line["method"], line["path"], line["status"], line["finish"]) == ("POST", CHAT, "200", "stop")
+            assert [line[name] for name in ("client", "method", "path", "status", "finish")] == [
+                "127.0.0.1", "POST", CHAT, "200", "stop"]
             generation = engine.generations[-1]
             counts = generation.n_prompt, generation.n_cached, generation.n_generated
             assert tuple(int(line[name]) for name in ("prompt", "cached", "generated")) == counts
@@ -419,6 +420,26 @@ def test_a_line_is_one_line_whatever_the_path(lines):
     web().get("/a b%0Aid=forged%20status=200/%EA%B0%80").close()
     [line] = lines()
     assert line["status"] == "404" and line["path"] == "/a%20b%0Aid%3Dforged%20status%3D200/%EA%B0%80"
+
+
+@pytest.mark.parametrize("address", ["203.0.113.7", "2001:db8::7", "fe80::1%eth0"])
+def test_a_line_says_who_asked(lines, address):
+    """Also where a key is wrong. What a header says of it counts nothing."""
+    for keys, status in ((), "200"), (["secret"], "401"):
+        web(keys=keys).get("/v1/models", environ_overrides={"REMOTE_ADDR": address}, headers={
+            "X-Forwarded-For": "198.51.100.1", "Forwarded": "for=198.51.100.1"}).close()
+        assert (lines()[-1]["client"], lines()[-1]["status"]) == (address, status)
+
+
+def test_no_header_of_a_client_says_who_asked(lines):
+    """The sockets of the server pass on none that would."""
+    with serving(app_of(PacedEngine())) as (port, _):
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+        connection.request("GET", "/v1/models", headers={"X-Forwarded-For": "198.51.100.1",
+                                                         "Forwarded": "for=198.51.100.1"})
+        connection.getresponse().read()
+        connection.close()
+        assert lines(1)[-1]["client"] == "127.0.0.1"
 
 
 def test_prompts_are_logged_only_when_asked(caplog, lines):
@@ -561,7 +582,8 @@ def test_the_log_says_how_much_of_a_prompt_is_read(monkeypatch, caplog, stream):
     *reading, last = caplog.messages
     assert 3 <= len(reading) <= 5 and "read=" not in last
     for line in reading:
-        assert re.fullmatch(rf"id=[0-9a-f]+ method=POST path={TEXT} seconds=[\d.]+ prompt=\d+ read=\d+", line)
+        assert re.fullmatch(rf"id=[0-9a-f]+ client=127\.0\.0\.1 method=POST path={TEXT} seconds=[\d.]+ "
+                            r"prompt=\d+ read=\d+", line)
 
 
 def test_streams_that_have_said_nothing_yet_end_cleanly_with_the_server():
