@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import json
 import os
 import re
 import sys
@@ -12,48 +13,50 @@ from typing import NamedTuple
 import qengine
 from engine.images import PAD, Picture, Reader, prompt_fields
 from engine.limits import DEFAULT_MODEL, DEFAULT_PICTURE
-from engine.reply import boundaries, check_budget, opening_of
+from engine.reply import Message, boundaries, check_budget, opening_of
 from engine.request import ContextExceeded, ModelError, Request, RequestError
 from engine.sight import BLIND, limits_for
 from engine.talk import part_of, picture_of, pictures_in
 from engine.tokenizer import encode_prompt
+from kernels.card import show_bytes
 
 from .engines import Wishes, load_engine, traced
 from .interrupts import interruptible
 from .terminal import answer_writer, line_editing, reading_line, remark
 
 LOOK_SECONDS = 0.25         # between two looks how far a prompt is read
+MOST_LOADED = 4 << 20       # bytes that the file of a conversation may have
 LONGER = "--ctx N makes room for more"
 WAYS_OUT = f"/clear begins anew; {LONGER}"
 
 
-def print_answer(engine, request: Request, opening: str = "content", ways_out: str = LONGER) -> tuple[str, bool]:
-    """Generates and prints text as it comes, then the speed; returns (text, was it stopped by Ctrl-C?). Raises
+def print_answer(engine, request: Request, opening: str = "content", ways_out: str = LONGER) -> tuple[Message, bool]:
+    """Generates and prints text as it comes, then the speed; returns (the answer, was it stopped by Ctrl-C?). Raises
     KeyboardInterrupt where Ctrl-C came before the first token. opening: how the answer begins, see engine/reply.py.
     ways_out: what helps where the context was full."""
     generation, writer = engine.submit(request), answer_writer(engine.tokenizer, opening)
-    pieces, interrupted = [], False
+    begun = interrupted = False
     try:
         with reading_line() as show:
             for delta in generation.listen(LOOK_SECONDS):
-                show(0 if delta or pieces else generation.n_read, generation.n_prompt)
+                begun = begun or bool(delta)
+                show(0 if begun else generation.n_read, generation.n_prompt)
                 if delta:
-                    pieces.append(delta.text)
                     writer.push(delta)
     except KeyboardInterrupt:
-        if not pieces:
+        if not begun:
             raise
         interrupted = True
     finally:
         generation.cancel()
         writer.end()
-    if pieces:
+    if begun:
         is_full = generation.n_prompt + generation.n_generated >= engine.n_ctx
         is_cut = generation.finish_reason == "length" and not generation.cause
         remark(speeds_of(generation) + "; stopped" * interrupted + "; cut at --max-tokens" * (is_cut and not is_full))
         if is_cut and is_full:
             remark(f"the answer was cut: the context of {engine.n_ctx:,} tokens is full ({ways_out})")
-    return "".join(pieces), interrupted
+    return writer.said, interrupted
 
 
 @contextlib.contextmanager
@@ -94,16 +97,6 @@ def with_bounds(sampling: dict, model, opening: str) -> dict:
     bounds = boundaries(model.tokenizer.tags, opening)
     check_budget("--thinking-budget", opening, bounds)
     return sampling | bounds
-
-
-def remembered(answer: str) -> dict:
-    """An answer as a message of the conversation. Thoughts stand apart, so that the template decides whether the model
-    sees them again."""
-    thoughts, tag, text = answer.partition("</think>")
-    if not tag:
-        return {"role": "assistant", "content": answer}
-    thoughts = thoughts.strip().removeprefix("<think>").strip()
-    return {"role": "assistant", "reasoning_content": thoughts, "content": text.lstrip("\n")}
 
 
 def check_text(text: str):
@@ -206,6 +199,7 @@ class Chat:
                 continue
             line = text.rstrip()
             name, _, argument = line.partition(" ")
+            name = ALIASES.get(name, name)
             if "\n" in line or not COMMAND.fullmatch(name):         # several lines were pasted, and are a message
                 self.answer(text)
             elif name == "/exit":
@@ -234,7 +228,7 @@ class Chat:
             self.waiting = shown
             qengine.note("stopped; the message is taken back")
         else:
-            self.messages += said, remembered(answer)
+            self.messages += said, answer.remembered()
 
     # ---- commands ----
 
@@ -275,9 +269,18 @@ class Chat:
 
     def save(self, path: str):
         path = Path(os.path.expanduser(unquoted(path, "/save")))       # Path's own fails at an unknown ~name
+        kind, text_of = ("JSON", as_json) if path.suffix == ".json" else ("Markdown", transcript)
         with open(path, "x", encoding="utf-8", errors="replace") as file:       # an existing file stays as it is
-            file.write(transcript(with_system(self.system, self.messages)))
-        qengine.note(f"saved as Markdown: {path}, {len(self.messages)} messages")
+            file.write(text_of(with_system(self.system, self.messages)))
+        qengine.note(f"saved as {kind}: {path}, {len(self.messages)} messages")
+
+    def load(self, path: str):
+        path = Path(os.path.expanduser(unquoted(path, "/load")))
+        with open(path, "rb") as file:
+            messages = from_json(file.read(MOST_LOADED + 1), path)
+        self.system = messages.pop(0)["content"] if messages[0]["role"] == "system" else None
+        self.messages, self.waiting = messages, []
+        qengine.note(f"The conversation of {path}: {len(messages)} messages.")
 
     def show_picture(self, path: str):
         if self.engine.eyes is None:
@@ -291,14 +294,16 @@ class Command(NamedTuple):
     work: Callable          # work(chat, argument)
 
 
-COMMAND = re.compile("/[a-z]+")
+COMMAND = re.compile(r"/([a-z]+|\?)")
+ALIASES = {"/quit": "/exit", "/bye": "/exit", "/?": "/help"}        # what other programs call them
 THINKING = {"on": True, "off": False}
 COMMANDS = {"/help": Command("", "list the commands", Chat.help),
             "/system": Command("TEXT", "set the system message, or show it", Chat.set_system),
             "/thinking": Command("on|off", "say whether the model thinks from now on, or show it", Chat.set_thinking),
             "/image": Command("FILE", "show a picture with the next message", Chat.show_picture),
             "/clear": Command("", "begin a new conversation; the system message stays", Chat.clear),
-            "/save": Command("FILE", "write the conversation into a new file, as Markdown for reading", Chat.save),
+            "/save": Command("FILE", "write the conversation into a new file: Markdown, or for /load NAME.json", Chat.save),
+            "/load": Command("FILE", "go on with a conversation of a .json file, in place of this one", Chat.load),
             "/exit": Command("", "leave, as Ctrl-D does", None)}
 
 
@@ -313,14 +318,44 @@ def unquoted(path: str, command: str) -> str:
 
 
 def transcript(messages: list[dict]) -> str:
-    """A conversation as Markdown. Thoughts are quoted; of a picture its size is told."""
+    """A conversation as Markdown. Thoughts are quoted."""
     said = []
     for message in messages:
         said.append(f"## {message['role']}")
         if thoughts := message.get("reasoning_content"):
             said.append("\n".join(f"> {line}".rstrip() for line in thoughts.splitlines()))
-        parts = message["content"]
-        for part in parts if isinstance(parts, list) else [{"text": parts}]:
-            picture = part.get("picture")
-            said.append("[picture: {1} x {0} pixels]".format(*picture.pixels.shape) if picture else part["text"])
+        said.append(words_of(message))
     return "\n\n".join(said) + "\n"
+
+
+def words_of(message: dict) -> str:
+    """The content of a message as a text. Of a picture its size is told."""
+    parts = message["content"]
+    return "\n\n".join("[picture: {1} x {0} pixels]".format(*part["picture"].pixels.shape) if "picture" in part
+                       else part["text"] for part in (parts if isinstance(parts, list) else [{"text": parts}]))
+
+
+def as_json(messages: list[dict]) -> str:
+    """A conversation as `from_json` reads it."""
+    return json.dumps([message | {"content": words_of(message)} for message in messages], ensure_ascii=False, indent=1)
+
+
+def from_json(data: bytes, path: Path) -> list[dict]:
+    """The messages of a file: a list of objects, each with a role, a content that is a text and maybe thoughts, as
+    `reasoning_content`. Only the first may be the system's. Raises RequestError."""
+    try:
+        if len(data) > MOST_LOADED:
+            raise ValueError
+        messages = [{name: message[name] for name in ("role", "reasoning_content", "content") if name in message}
+                    for message in json.loads(data)]
+        roles = [message["role"] for message in messages]
+        texts = [text for message in messages for text in message.values()]
+        if not roles or not set(roles) - {"system"} <= {"user", "assistant"} or "system" in roles[1:] or \
+                not all(isinstance(text, str) for text in texts) or not all("content" in each for each in messages):
+            raise ValueError
+    except (ValueError, TypeError, KeyError, RecursionError):
+        raise RequestError("file", f"{path} holds no conversation: it is a JSON list of at most "
+                                   f"{show_bytes(MOST_LOADED)}, as /save NAME.json writes it") from None
+    for text in texts:
+        check_text(text)
+    return messages

@@ -10,7 +10,7 @@ import sys
 import unicodedata
 from pathlib import Path
 
-from engine.reply import Reply, Thought
+from engine.reply import Message, Reply, Thought
 
 HISTORY = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "qengine" / "history"
 KEPT_LINES = 1000           # of the history
@@ -208,19 +208,34 @@ def reading_line():
         show(0, 0)
 
 
-class PlainAnswer:
+class Writer:
+    """Reads an answer that is written as it comes. said: the Message so far."""
+
+    def __init__(self, tokenizer, opening: str):
+        """opening: how the answer begins, see engine/reply.py."""
+        self.reply, self.said, self.in_thoughts = Reply(tokenizer, opening), Message(), False
+
+    def read(self, delta) -> list:
+        """The parts that are certain after another token."""
+        parts = self.reply.push(delta)
+        for part in parts:
+            self.said.add(part)
+        return parts
+
+
+class PlainAnswer(Writer):
     """Writes an answer as the model does, and its thoughts to stderr."""
 
     def __init__(self, tokenizer, opening: str):
-        """opening: how the answer begins, see engine/reply.py. One that holds no thoughts is written as it is."""
-        self.reply = None if opening == "content" else Reply(tokenizer, opening)
-        self.in_thoughts = False
+        super().__init__(tokenizer, opening)
+        self.is_whole = opening == "content"        # it holds no thoughts, and is written as it is
 
     def push(self, delta):
-        if self.reply is None:
+        parts = self.read(delta)
+        if self.is_whole:
             print(delta.text, end="", flush=True)
             return
-        for part in self.reply.push(delta):
+        for part in parts:
             if self.in_thoughts and not isinstance(part, Thought):
                 print(file=sys.stderr)
             self.in_thoughts = isinstance(part, Thought)
@@ -230,18 +245,17 @@ class PlainAnswer:
         print(file=sys.stderr if self.in_thoughts else sys.stdout)
 
 
-class ShownAnswer:
+class ShownAnswer(Writer):
     """Writes an answer on a terminal: words are wrapped, and thoughts stand apart, dim where there are colours."""
 
     def __init__(self, tokenizer, opening: str):
-        """opening: how the answer begins, see engine/reply.py."""
-        self.reply, self.out = Reply(tokenizer, opening), sys.stdout
+        super().__init__(tokenizer, opening)
+        self.out = sys.stdout
         self.dim, self.plain = (DIM, PLAIN) if has_colours(self.out) else ("", "")
         self.lines = Wrapped(self.out.write, columns_of(self.out))
-        self.in_thoughts = False
 
     def push(self, delta):
-        for part in self.reply.push(delta):
+        for part in self.read(delta):
             self._turn(isinstance(part, Thought))
             self.lines.push(part.text)
         self.out.flush()
@@ -261,5 +275,5 @@ class ShownAnswer:
 
 
 def answer_writer(tokenizer, opening: str):
-    """What writes an answer to stdout: has push(delta) and end()."""
+    """What writes an answer to stdout: a Writer with push(delta) and end()."""
     return (ShownAnswer if sys.stdout.isatty() else PlainAnswer)(tokenizer, opening)

@@ -82,6 +82,13 @@ class Message:
     def calls(self) -> list[Call]:
         return [block for block in self.blocks if isinstance(block, Call)]
 
+    def remembered(self) -> dict:
+        """An answer without calls as a message of the conversation. Thoughts stand apart, so that the template decides
+        whether the model sees them again."""
+        thoughts = self.text(Thought).strip()
+        return {"role": "assistant"} | ({"reasoning_content": thoughts} if thoughts else {}) | {
+            "content": self.text(Content)}
+
 
 def opening_of(prompt: str, template: str, thinking: bool | None) -> str:
     """How an answer to this prompt begins: in a "thought", with "content", or with "either"."""

@@ -24,10 +24,10 @@ import pytest
 
 import qengine
 from cli import terminal
-from cli.chat import COMMANDS, Chat, print_answer, speeds_of, transcript
+from cli.chat import COMMANDS, Chat, as_json, from_json, print_answer, speeds_of, transcript
 from cli.engines import Wishes
 from cli.terminal import ShownAnswer, Wrapped, answer_writer, append_history, read_history
-from engine.request import Answer, Delta, Request, deltas_of
+from engine.request import Answer, Delta, Request, RequestError, deltas_of
 from engine.tokenizer import ByteTokenizer
 from tests.paced import PacedEngine
 from tests.test_cli import GREEDY, PATIENCE, loaded, run  # noqa: F401  a fixture
@@ -133,6 +133,20 @@ def test_a_message_that_is_stopped_while_it_is_read_is_taken_back(capsys, monkey
     chat.answer("a wrong paste")
     assert chat.messages == [] and chat.waiting is shown and engine.generations[0].cancelled
     assert "stopped; the message is taken back" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("said, thinks, message", [
+    ("hello", False, {"content": "hello"}), ("hmm\n</think>\n\na", True, {"reasoning_content": "hmm", "content": "a"}),
+    ("a </think> b", False, {"content": "a </think> b"}), ("\n</think>\n\nb", True, {"content": "b"}),
+    ("hmm\n</think>\n\na </think> b", True, {"reasoning_content": "hmm", "content": "a </think> b"})])
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_an_answer_is_remembered_as_it_was_read(monkeypatch, said, thinks, message, is_terminal):
+    """Thoughts apart, and no text for thoughts."""
+    monkeypatch.setattr(sys, "stdout", Terminal() if is_terminal else io.StringIO())
+    chat = Chat(PacedEngine(said), {}, Wishes(None, {}))
+    monkeypatch.setattr("cli.chat.opening_for", lambda *_: "thought" if thinks else "content")
+    chat.answer("hi")
+    assert chat.messages[1] == {"role": "assistant"} | message
 
 
 def test_an_answer_that_is_stopped_stays(capsys, monkeypatch):
@@ -263,6 +277,60 @@ def test_the_prompt_comes_from_a_pipe(capsys, loaded, monkeypatch):  # noqa: F81
     type_in(monkeypatch, "two", "lines")
     assert run(capsys, "-m", MODEL, "--max-tokens", "4", *GREEDY, "-p", "-", "--raw")[0] == 0
     assert prompts == ["two\nlines"]
+
+
+@pytest.mark.parametrize("word", ["/exit", "/quit", "/bye"])
+def test_ways_to_leave(capsys, loaded, monkeypatch, word):  # noqa: F811
+    prompts = prompts_of(monkeypatch)
+    type_in(monkeypatch, "/?", word, "one")
+    code, _, err = run(capsys, *CHAT)
+    assert code == 0 and prompts == [] and err.count("list the commands") == 1 and "there is no" not in err
+
+
+def test_a_conversation_is_taken_up_again(capsys, loaded, monkeypatch, tmp_path):  # noqa: F811
+    """With its system message, in place of the present one."""
+    prompts, path = prompts_of(monkeypatch), tmp_path / "said.json"
+    type_in(monkeypatch, "one, \u00e9", f"/save {path}", "two")
+    code, _, err = run(capsys, *CHAT, "--system", "Be brief.")
+    assert code == 0 and f"saved as JSON: {path}, 2 messages\n" in err
+    type_in(monkeypatch, "something else", f"/load {path}", "two")
+    code, _, err = run(capsys, *CHAT)
+    assert code == 0 and f"The conversation of {path}: 2 messages.\n" in err and prompts[3] == prompts[1]
+    assert [message["role"] for message in json.loads(path.read_text())] == ["system", "user", "assistant"]
+
+
+HELLO = {"role": "user", "content": "hi"}
+
+
+@pytest.mark.parametrize("messages", [
+    [], {}, 5, "text", [5], ["role content"], [[]], [{}], [{"role": "user"}], [{"content": "hi"}], [HELLO | {"content": 5}],
+    [HELLO | {"content": ["hi"]}], [HELLO | {"role": "tool"}], [HELLO | {"role": ["user"]}],
+    [HELLO, HELLO | {"role": "system"}], [HELLO | {"reasoning_content": 5}], [HELLO | {"content": "h" * (4 << 20)}]],
+    ids=lambda messages: str(messages)[:40])
+def test_what_is_no_conversation(messages):
+    with pytest.raises(RequestError, match=r"^a.json holds no conversation: it is a JSON list of at most 4.0 MB, as "):
+        from_json(json.dumps(messages).encode(), "a.json")
+
+
+def test_files_that_are_no_conversations(capsys):
+    for data in b"", b"# Markdown", b"\xff", b"[" * 100_000, b"[" + b"1" * 5_000 + b"]":
+        with pytest.raises(RequestError, match="holds no conversation"):
+            from_json(data, "a.json")
+    with pytest.raises(RequestError, match="not valid UTF-8"):
+        from_json(b'[{"role": "user", "content": "\\ud800"}]', "a.json")
+    chat = Chat(tiny_engine(), {}, Wishes(None, {}), "Be brief.")
+    chat.messages = before = [HELLO]
+    for path in "/nowhere/a.json", "/dev/zero", "/dev", "":
+        chat.obey("/load", path)
+    assert chat.messages is before and chat.system == "Be brief." and capsys.readouterr().err.count("qengine: ") == 4
+
+
+def test_a_picture_is_saved_as_words():
+    picture = SimpleNamespace(pixels=SimpleNamespace(shape=(64, 96, 3)))
+    messages = [{"role": "user", "content": [{"type": "image", "picture": picture}, {"type": "text", "text": "What?"}]},
+                {"role": "assistant", "reasoning_content": "a", "content": "\u732b"}]
+    assert from_json(as_json(messages).encode(), "a.json") == [
+        {"role": "user", "content": "[picture: 96 x 64 pixels]\n\nWhat?"}, messages[1]]
 
 
 def test_what_begins_like_a_command(capsys, loaded, monkeypatch):  # noqa: F811

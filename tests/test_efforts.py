@@ -11,6 +11,7 @@ import qengine
 from api.thinking import EFFORTS
 from cli import chat as cli_chat
 from cli.main import main
+from engine.reply import Content, Message, Thought
 from engine.request import ModelError, RequestError
 from engine.template import ChatTemplate
 from tests.clients import CHAT, HI, app_of
@@ -270,20 +271,15 @@ def test_variables_on_the_command_line(model, prompts, capsys, variables, argume
 
 def test_variables_of_a_chat(model, prompts, monkeypatch):
     """Thoughts of earlier turns stand apart, and are kept or not as the template is told."""
-    monkeypatch.setattr(cli_chat, "print_answer", lambda *_: ("hmm\n</think>\n\nhello", False))
+    answer = Message()
+    answer.blocks = [Thought("hmm"), Content("hello")]
+    monkeypatch.setattr(cli_chat, "print_answer", lambda *_: (answer, False))
     for keep in True, False:
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"hi\nbye\n"), encoding="utf-8"))
         assert run(model, {"preserve_thinking": keep, "reasoning_effort": "medium"}, "--chat") == 0
         thought = "<think>\nhmm\n</think>\n\n" * keep
         assert prompts[-1] == ("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n" + thought +
                                "hello<|im_end|>\n<|im_start|>user\nbye<|im_end|>\n<|im_start|>assistant\n<think>\n")
-
-
-@pytest.mark.parametrize("answer, message", [
-    ("hello", {"content": "hello"}), ("</think>", {"reasoning_content": "", "content": ""}),
-    ("<think>\nhmm\n</think>\n\na </think> b", {"reasoning_content": "hmm", "content": "a </think> b"})])
-def test_an_answer_as_a_message(answer, message):
-    assert cli_chat.remembered(answer) == {"role": "assistant"} | message
 
 
 @pytest.mark.parametrize("task", [["-p", "Hello"], ["--chat"], ["--serve", "0"]])
