@@ -92,7 +92,8 @@ _watched = set()            # and of those that are being checked
 def _careful(configured, card, args):
     """What kernel[blocks, threads](...) of a cell runs in: on an emulated card it is checked, unless it is counted,
     recorded or timed. A check takes time and is done at once, so cells that take times and cards that do all as late as
-    they may check nothing twice."""
+    they may check nothing twice. What arrays hold does not count there, since kernels change it: a second launch whose
+    array of indices holds others, for example pages or experts, is not checked."""
     sizes = [(arg.shape, arg.dtype) if isinstance(arg, Array) else arg for arg in args]
     what = configured.kernel, repr((configured.grid, configured.block, sizes))
     if card.kind != "emulated" or card.is_watched or (card.late or _since is not None) and what in _known:
@@ -133,7 +134,8 @@ def count(card, launch, model):
 def microseconds(card, launch):
     """What one call of launch() takes on a card, without Python: see kernels/bench.py. On an emulated card all accesses
     are checked before, and it is said below the cell what its times are. Raises LaunchError where a later call would
-    launch otherwise than the one that was checked."""
+    launch otherwise than the one that was checked. Calls are recorded and then replayed, so each finds in the arrays
+    what the one before it has left there: indices among that must stay right, for they are not checked again."""
     global _is_timed
     timed(card)
     if card.kind == "emulated":
@@ -163,7 +165,9 @@ _is_emulated = False        # whether it has taken times of kernels on an emulat
 
 
 def timed(card=None):
-    """For cells that take times, on `card` those of kernels. What is to be known of them is said below the cell."""
+    """For cells that take times, on `card` those of kernels. What is to be known of them is said below the cell. From
+    here to the end of the cell a launch like an earlier one is not checked again, whatever its arrays hold by then: an
+    index beyond an array then reads or writes elsewhere, or ends Python. `checked` finds it."""
     global _since, _is_emulated
     _since = _used() if _since is None else _since
     _is_emulated = _is_emulated or bool(card and card.kind == "emulated")
