@@ -3,6 +3,7 @@
 A model is one file, or several that are named by their numbers: model-00001-of-00004.gguf.
 """
 
+import contextlib
 import dataclasses
 import math
 import mmap
@@ -10,8 +11,10 @@ import os
 import re
 import struct
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 
@@ -30,7 +33,6 @@ MAX_KEY_BYTES = 65535  # the longest key that the GGUF specification allows
 # The name of one part of a model: what all parts have in common, the part's number from 1 on, and how many there are.
 PART_NAME = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf", re.DOTALL)
 OF_ONE_PART = {"split.no", "general.alignment"}     # keys in which the parts of a model may differ
-HEADERS = "qengine-headers-"    # begins the name of a folder whose files have nothing behind their headers
 
 
 @dataclass(frozen=True)
@@ -160,18 +162,18 @@ class File(Keys):
     bytes      the whole file, mapped into memory: for the header. Tensors are read (engine/reading.py), since the file
                may be cut meanwhile
 
-    header_bytes: the header must end within so many bytes; None: within the file. A file in a folder whose name begins
-    with HEADERS has nothing behind its header (engine/hub.py). Its tensors are not read.
+    header: an open file in place of the one at `path`, which has nothing behind its header (engine/hub.py). Its tensors
+    are not read. header_bytes: the header must end within so many bytes; None: within the file.
 
     Counts and lengths are compared with the bytes that are left before anything is allocated, so that a
     damaged file ends in a `ModelError` at once. Format: github.com/ggml-org/ggml/blob/master/docs/gguf.md
     """
 
-    def __init__(self, path: str | Path, header_bytes: int | None = None):
-        self.path = str(path)
+    def __init__(self, path: str | Path, header: BinaryIO | None = None, header_bytes: int | None = None):
+        self.path, self.is_header = str(path), header is not None
         self.metadata: dict = {}
         self.tensors: dict[str, TensorInfo] = {}
-        self.bytes = self._map()
+        self.bytes = self._map(header)
         cursor = _Cursor(self.bytes[:header_bytes], self.path)
         n_tensors, n_keys = self._read_header(cursor)
         for _ in range(n_keys):
@@ -179,9 +181,9 @@ class File(Keys):
         rows = [self._read_tensor(cursor) for _ in range(n_tensors)]
         self._place(rows, cursor)
 
-    def _map(self) -> memoryview:
+    def _map(self, header: BinaryIO | None) -> memoryview:
         try:
-            with open(self.path, "rb") as file:
+            with contextlib.nullcontext(header) if header else open(self.path, "rb") as file:
                 self._file = os.dup(file.fileno())
             weakref.finalize(self, os.close, self._file)
             return memoryview(mmap.mmap(self._file, 0, access=mmap.ACCESS_READ))
@@ -194,7 +196,7 @@ class File(Keys):
         """Fills `into`, uint8, with the bytes of a tensor from `start` on. Raises ModelError if the file has been cut
         since it was opened, if the disk fails, or if the file has only its header."""
         tensor = self.tensors[name]
-        if Path(self.path).parent.name.startswith(HEADERS):
+        if self.is_header:
             raise ModelError(f"{self.path}: tensor '{name}' cannot be read: only the header of this file was fetched")
         try:
             read_into(self._file, tensor.offset + start, into)
@@ -272,6 +274,19 @@ class File(Keys):
             self.tensors[tensor.name] = dataclasses.replace(tensor, offset=position)
 
 
+class Headers(str):
+    """Stands for the path of a model of which the headers of its files are open, and nothing else is there. files: name
+    -> File; the first is the one that it names."""
+
+    files: dict[str, File]
+
+    @classmethod
+    def of(cls, files: dict[str, File]) -> "Headers":
+        headers = cls(next(iter(files)))
+        headers.files = files
+        return headers
+
+
 class GGUF(Keys):
     """A model: a GGUF file, or several that hold its tensors together, of which the first has the metadata.
 
@@ -279,12 +294,13 @@ class GGUF(Keys):
     tensors    name -> TensorInfo, of all files
     data(name) the tensor's bytes as stored; floats(name) its values; read(name, start, into) some of its bytes
 
-    path: of the file, or of any part. The other parts lie beside it.
+    path: of the file, or of any part. The other parts lie beside it. Or Headers.
     """
 
     def __init__(self, path: str | Path):
-        named = File(path)
-        self.files = [named if path == named.path else File(path) for path in part_paths(named)]
+        opened = path.files if isinstance(path, Headers) else {str(path): File(path)}
+        is_there = opened.__contains__ if isinstance(path, Headers) else os.path.exists
+        self.files = [opened.get(part) or File(part) for part in part_paths(opened[str(path)], is_there)]
         if len(self.files) > 1:
             check_parts(self.files)
         self.path, self.metadata = self.files[0].path, self.files[0].metadata
@@ -326,7 +342,7 @@ class GGUF(Keys):
         return values
 
 
-def part_paths(file: File) -> list[str]:
+def part_paths(file: File, is_there: Callable[[str], bool]) -> list[str]:
     """The paths of all files of the model that `file` is a part of. Raises ModelError where some are missing."""
     n = file.get("split.count", int, 1)
     if n <= 1:
@@ -336,7 +352,7 @@ def part_paths(file: File) -> list[str]:
         raise ModelError(f"{file.path}: the file is part {number} of {n}, so its name must end in "
                          f"-{number:05}-of-{n:05}.gguf, and the other parts must lie beside it")
     paths = [f"{named[1]}-{i:05}-of-{n:05}.gguf" for i in range(1, n + 1)]
-    if missing := [os.path.basename(path) for path in paths if not os.path.exists(path)]:
+    if missing := [os.path.basename(path) for path in paths if not is_there(path)]:
         more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
         raise ModelError(f"{file.path}: the model has {n} parts, and beside this one there is no "
                          f"{', '.join(missing[:3])}{more}")

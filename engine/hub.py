@@ -15,7 +15,6 @@ download. So `fill_cache` puts files into its cache, and resumes an interrupted 
 A plan needs no more than the headers of a model's files, some megabytes of many gigabytes: see HeadersOf.
 """
 
-import atexit
 import dataclasses
 import difflib
 import functools
@@ -28,7 +27,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from engine.gguf import HEADERS, PART_NAME, File
+from engine.gguf import PART_NAME, File, Headers
 from engine.images import PAD
 from engine.limits import DEFAULT_EYES, DEFAULT_MODEL
 from engine.request import ModelError
@@ -84,7 +83,7 @@ class NoSuchFile(ModelError):
 
 def local_path(model: str | Path, note: Callable[[str], None], kind: str = MODEL) -> str | Path:
     """The path of the file that a user's name for a model means, or for its eyes (kind). Files of the Hub are
-    downloaded unless they are in the cache; `note` is told which. Of HeadersOf there are headers alone. Any other name
+    downloaded unless they are in the cache; `note` is told which. Of HeadersOf there are Headers alone. Any other name
     is a path already. Raises ModelError."""
     if str(model).startswith(PREFIX):
         return download(HubName.of(str(model)), note, kind, isinstance(model, HeadersOf))
@@ -136,8 +135,8 @@ def hub_name(text: str) -> str | None:
 
 
 def download(name: HubName, note: Callable[[str], None], kind: str, only_headers: bool = False) -> str:
-    """The path of the model's file in the cache, or of the first of its files. kind: MODEL or EYES. only_headers: or of
-    their headers, if they are not in the cache. Raises ModelError."""
+    """The path of the model's file in the cache, or of the first of its files. kind: MODEL or EYES. only_headers: or
+    their Headers, if they are not in the cache. Raises ModelError."""
     import huggingface_hub      # here: half a second that nothing else needs
     try:
         commit = huggingface_hub.HfApi().resolve_revision(name.repository, revision=name.revision).resolved
@@ -371,42 +370,40 @@ def fill_cache(repository: str, file: str, address: str, metadata):
         os.replace(begun, blob)
 
 
-def fetched_headers(repository: str, files: list[str], commit: str) -> str:
-    """The path of a file with the header of the first of these files; those of the others lie beside it. Behind the
-    header is a hole, as long as the data is. The files are gone when the program ends."""
+def fetched_headers(repository: str, files: list[str], commit: str) -> Headers:
+    """The headers of these files. They lie on the disk, and nowhere in its folders: the system takes them back when
+    nobody has them open, however the program ends."""
     import huggingface_hub
+    fetched = {}
     try:
-        folder = Path(tempfile.mkdtemp(prefix=HEADERS))
-        atexit.register(shutil.rmtree, folder, ignore_errors=True)
         for file in files:
-            address = huggingface_hub.hf_hub_url(repository, file, revision=commit)
-            fetch_header(address, folder / os.path.basename(file), huggingface_hub.get_hf_file_metadata(address).size)
+            address, name = huggingface_hub.hf_hub_url(repository, file, revision=commit), os.path.basename(file)
+            fetched[name] = fetch_header(address, name, huggingface_hub.get_hf_file_metadata(address).size)
     except OSError as error:
         if error.errno is None:     # of the connection
             raise
         raise ModelError(f"headers cannot be kept in {tempfile.gettempdir()}: {error.strerror}; TMPDIR may name "
                          "another place") from None
-    return str(folder / os.path.basename(files[0]))
+    return Headers.of(fetched)
 
 
-def fetch_header(address: str, path: Path, n_bytes: int | None):
-    """Makes a file of n_bytes that has the header of the one at an address. Raises ModelError if that is no GGUF
-    file."""
+def fetch_header(address: str, name: str, n_bytes: int | None) -> File:
+    """The header of the file at an address, which has n_bytes. Behind it is a hole, as long as the data is. Raises
+    ModelError if that is no GGUF file."""
     if n_bytes is None or not 0 < n_bytes <= MOST_BYTES:
-        raise ModelError(f"{path.name}: the Hub says that it has {n_bytes} bytes")
+        raise ModelError(f"{name}: the Hub says that it has {n_bytes} bytes")
     begin, end = 0, min(HEADER_BYTES, n_bytes)
-    while True:
-        with open(path, "r+b" if begin else "wb") as out:
+    with tempfile.TemporaryFile() as out:
+        while True:
             out.seek(begin)
             read_range(address, begin, end, out)
             out.truncate(n_bytes)
-        try:
-            File(path, header_bytes=end)
-            return
-        except ModelError as error:     # the header may go on
-            if end == n_bytes or end >= MOST_HEADER_BYTES:
-                raise ModelError(str(error).replace(f"{path.parent}{os.sep}", "")) from None
-        begin, end = end, min(2 * end, n_bytes)
+            try:
+                return File(name, out, header_bytes=end)
+            except ModelError:      # the header may go on
+                if end == n_bytes or end >= MOST_HEADER_BYTES:
+                    raise
+            begin, end = end, min(2 * end, n_bytes)
 
 
 def read_range(address: str, begin: int, end: int, out):

@@ -303,8 +303,8 @@ HELLO = {"role": "user", "content": "hi"}
 
 
 @pytest.mark.parametrize("messages", [
-    [], {}, 5, "text", [5], ["role content"], [[]], [{}], [{"role": "user"}], [{"content": "hi"}], [HELLO | {"content": 5}],
-    [HELLO | {"content": ["hi"]}], [HELLO | {"role": "tool"}], [HELLO | {"role": ["user"]}],
+    [], {}, 5, "text", [5], ["role content"], [[]], [{}], [{"role": "user"}], [{"content": "hi"}],
+    [HELLO | {"content": 5}], [HELLO | {"content": ["hi"]}], [HELLO | {"role": "tool"}], [HELLO | {"role": ["user"]}],
     [HELLO, HELLO | {"role": "system"}], [HELLO | {"reasoning_content": 5}], [HELLO | {"content": "h" * (4 << 20)}]],
     ids=lambda messages: str(messages)[:40])
 def test_what_is_no_conversation(messages):

@@ -18,13 +18,14 @@ import tempfile
 import termios
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 import qengine
 from cli.main import main
 from engine import hub as ours
-from engine.gguf import GGUF, File
+from engine.gguf import File
 from engine.hub import EYES, HEADER_BYTES, HubName, chosen, local_eyes, local_path, models_in
 from engine.limits import DEFAULT_EYES, DEFAULT_MODEL
 from engine.request import ModelError
@@ -478,32 +479,81 @@ def test_a_plan_of_a_model_of_the_hub_downloads_nothing(tmp_path, capsys):
     assert list((tmp_path / "temporary").iterdir()) == [] and list((tmp_path / "home").rglob("*.gguf")) == []
 
 
+LOOK = """
+import json, os, sys
+from engine import gguf, hub as ours
+
+def look(name, note):
+    model = gguf.GGUF(ours.local_path(ours.HeadersOf(name), note))
+    found = {"path": model.path, "bytes": bytes(model.files[0].bytes).hex()[:2_000_000], "tensors": repr(model.tensors),
+             "n_read": len(read), "metadata": repr(model.metadata), "refusal": ""}
+    try:
+        model.data(next(iter(model.tensors)))
+    except (ours.ModelError, StopIteration) as error:
+        found["refusal"] = str(error)
+    with open(os.path.join(os.environ["HF_HOME"], "found.json"), "w") as file:
+        json.dump(found, file)
+    return file.name
+
+def noted(*given, place=gguf.File._place):
+    place(*given)
+    read.append(given)
+
+read, gguf.File._place = [], noted          # the last that is done with a header
+ours.HEADER_BYTES, ours.MOST_HEADER_BYTES, sys.modules["__main__"].local_path = 1000, LIMIT, look
+"""
+
+
 def ask_for_headers(hub, home, name, most=1 << 28, **variables):
-    """As `ask`, for the headers of a model, of which 1,000 bytes are asked for at first."""
-    before = ("import sys, engine.hub as ours; ours.HEADER_BYTES, ours.MOST_HEADER_BYTES = "
-              f"1000, {most}; sys.modules['__main__'].local_path = "
-              "lambda name, note: ours.local_path(ours.HeadersOf(name), note)")
-    return ask(hub, home, name, before, TMPDIR=str(home), **variables)
+    """As `ask`, for the headers of a model, of which 1,000 bytes are asked for at first: (what was found there, None)
+    or (None, the sentence that says why not)."""
+    home.mkdir(exist_ok=True)
+    path, said, _ = ask(hub, home, name, LOOK.replace("LIMIT", str(most)), TMPDIR=str(home), **variables)
+    return path and SimpleNamespace(**json.loads(path.read_text())), said
 
 
 @pytest.mark.parametrize("takes_ranges", [True, False])
 def test_of_a_header_as_much_is_read_as_it_has(hub, tmp_path, takes_ranges):
     """Its tensors cannot be read."""
     hub.takes_ranges = takes_ranges
-    path, said, _ = ask_for_headers(hub, tmp_path, "hf:us/Tiny-GGUF")
-    whole, file = File(TINY), File(path)
-    end = 1000 * 2**(len(hub.files_asked()) - 1)
+    found, said = ask_for_headers(hub, tmp_path, "hf:us/Tiny-GGUF")
+    whole, end = File(TINY), 1000 * 2**(len(hub.files_asked()) - 1)
     assert 1000 < end < len(MODEL) and File(TINY, header_bytes=end)
     with pytest.raises(ModelError, match="ends early"):
         File(TINY, header_bytes=end // 2)
-    assert file.tensors == whole.tensors and path.read_bytes() == MODEL[:end] + bytes(len(MODEL) - end)
-    with pytest.raises(ModelError, match="only the header of this file was fetched"):
-        GGUF(path).data(next(iter(file.tensors)))
+    assert found.tensors == repr(whole.tensors) and found.path == "Tiny-Q4_K_M.gguf"
+    assert found.bytes == (MODEL[:end] + bytes(len(MODEL) - end)).hex()[:2_000_000]
+    assert "only the header of this file was fetched" in found.refusal and found.n_read == 1
 
 
 def test_headers_of_what_is_in_the_cache_are_read_there(hub, tmp_path):
     path, _, _ = ask(hub, tmp_path, "hf:us/Tiny-GGUF")
-    assert ask_for_headers(hub, tmp_path, "hf:us/Tiny-GGUF")[0] == path
+    found, _ = ask_for_headers(hub, tmp_path, "hf:us/Tiny-GGUF")
+    assert (found.path, found.refusal, found.n_read) == (str(path), "", 1)
+
+
+KILLED = """
+import os, signal, sys
+from engine import hub as ours
+
+def killed(*given, read=ours.read_range):
+    read(*given)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+ours.read_range = killed
+ours.local_path(ours.HeadersOf(sys.argv[1]), print)
+"""
+
+
+def test_headers_leave_nothing_on_the_disk(hub, tmp_path):
+    """Not even of a process that is killed while it reads them."""
+    for folder in "home", "temporary":
+        (tmp_path / folder).mkdir()
+    variables = environment(hub, tmp_path / "home", TMPDIR=str(tmp_path / "temporary"))
+    ended = subprocess.run([sys.executable, "-c", KILLED, "hf:us/Tiny-GGUF"], cwd=ROOT, env=variables, text=True,
+                           capture_output=True, timeout=120)
+    assert (ended.returncode, len(hub.files_asked())) == (-signal.SIGKILL, 1), ended.stderr
+    assert list((tmp_path / "temporary").iterdir()) == []
 
 
 @pytest.fixture(scope="module")
@@ -523,18 +573,18 @@ def odd():
 @pytest.mark.parametrize("takes_ranges", [True, False])
 def test_a_header_without_tensors_is_asked_for_once(odd, tmp_path, takes_ranges):
     odd.takes_ranges, odd.asked = takes_ranges, []
-    path, said, _ = ask_for_headers(odd, tmp_path, "hf:us/Keys")
-    assert File(path).metadata == {"somewhere": 7}, said
+    found, said = ask_for_headers(odd, tmp_path, "hf:us/Keys")
+    assert found.metadata == "{'somewhere': 7}", said
     assert len(odd.files_asked()) == 1
 
 
 def test_a_header_is_not_read_beyond_what_was_fetched(odd, tmp_path):
     """Zeros in the hole behind it are no texts."""
     odd.takes_ranges, odd.asked = True, []
-    _, said, _ = ask_for_headers(odd, tmp_path, "hf:us/Hole", most=16_000)
+    _, said = ask_for_headers(odd, tmp_path, "hf:us/Hole", most=16_000)
     assert said.startswith("H-Q8_0.gguf: the file ends early: key 'k' claims 60000000 strings")
     assert odd.files_asked()[-1] == "us/Hole/H-Q8_0.gguf bytes=8000-15999"
-    _, said, _ = ask_for_headers(odd, tmp_path, "hf:us/None")
+    _, said = ask_for_headers(odd, tmp_path, "hf:us/None")
     assert said == "N-Q8_0.gguf: the Hub says that it has 0 bytes"
 
 
@@ -547,13 +597,13 @@ def test_a_place_for_headers_that_cannot_be_written_is_named(hub, tmp_path):
 
 
 def test_headers_that_never_end_and_files_without_any(hub, tmp_path):
-    _, said, _ = ask_for_headers(hub, tmp_path, "hf:us/Tiny-GGUF", most=4000)
+    _, said = ask_for_headers(hub, tmp_path, "hf:us/Tiny-GGUF", most=4000)
     assert said.startswith("Tiny-Q4_K_M.gguf: the file ends early")
     assert hub.files_asked()[-1] == "us/Tiny-GGUF/Tiny-Q4_K_M.gguf bytes=2000-3999"
-    _, said, _ = ask_for_headers(hub, tmp_path, "hf:us/Parts-GGUF:Q6_K")
+    _, said = ask_for_headers(hub, tmp_path, "hf:us/Parts-GGUF:Q6_K")
     assert said.startswith("M-Q6_K.gguf: ")
     hub.cuts[:] = [10] * 20
-    _, said, _ = ask_for_headers(hub, tmp_path, "hf:us/Tiny-GGUF")
+    _, said = ask_for_headers(hub, tmp_path, "hf:us/Tiny-GGUF")
     assert said.startswith("hf:us/Tiny-GGUF: the download broke off")
 
 
