@@ -302,7 +302,7 @@ COMMANDS = {"/help": Command("", "list the commands", Chat.help),
             "/thinking": Command("on|off", "say whether the model thinks from now on, or show it", Chat.set_thinking),
             "/image": Command("FILE", "show a picture with the next message", Chat.show_picture),
             "/clear": Command("", "begin a new conversation; the system message stays", Chat.clear),
-            "/save": Command("FILE", "write the conversation into a new file, as Markdown; as JSON if named .json", Chat.save),
+            "/save": Command("FILE", "write the conversation into a new file: Markdown, or .json for /load", Chat.save),
             "/load": Command("FILE", "go on with a conversation of a .json file, in place of this one", Chat.load),
             "/exit": Command("", "leave, as Ctrl-D does", None)}
 

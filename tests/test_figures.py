@@ -56,8 +56,8 @@ def test_the_model_card_quotes_its_scores():
 
 
 def scores_of_the_card():
-    """(name, {column: cell}) of each row of a score, without its quotes' marks. The name may say how many examples there
-    were, and so may the head of its table."""
+    """(name, {column: cell}) of each row of a score, without its quotes' marks. The name may say how many examples
+    there were, and so may the head of its table."""
     text = re.sub("<!--.*?-->", "", CARD.partition("## Scores")[2].partition("\n## ")[0])
     for lines in re.findall(r"(?:^\|.*\n)+", text, re.M):
         head, _, *rows = [[cell.strip() for cell in line.strip().strip("|").split("|")] for line in lines.splitlines()]
