@@ -1,5 +1,5 @@
-"""The options of the command line: what they mean, which go together, and the help. The help is there at once, as
-nothing is imported here that takes time."""
+"""The options of the command line: what they mean, which go together, and the help. The help appears at once, because
+this module imports nothing that takes time."""
 
 import argparse
 import functools
@@ -60,7 +60,7 @@ GOES_WITH = {"raw": ["prompt"], "slots": ["serve", "plan", "print_config"], "kv_
                              ["prompt", "chat", "serve"])}
 
 
-# What llama.cpp calls otherwise, or what nobody needs to say here.
+# Options of llama.cpp that have another name here, or that are not needed.
 LLAMA_CPP = {**dict.fromkeys(["-hf", "--hf-repo"], "say -m hf:OWNER/NAME"),
              **dict.fromkeys(["-c", "--ctx-size"], "say --ctx"), "-mm": "say --mmproj",
              **dict.fromkeys(["-n", "--predict", "--n-predict"], "say --max-tokens"), "--port": "say --serve PORT",
@@ -89,7 +89,7 @@ LLAMA_CPP = {**dict.fromkeys(["-hf", "--hf-repo"], "say -m hf:OWNER/NAME"),
 
 
 class Parser(argparse.ArgumentParser):
-    error_of = ""               # what a mistake is in, where that is not the command line itself
+    error_of = ""               # where the mistake is, if not in the command line itself
 
     def parse_args(self, args=None, namespace=None):
         for word in sys.argv[1:] if args is None else args:
@@ -184,16 +184,16 @@ def build_parser() -> Parser:
         description="Runs a Qwen3.5 or Qwen3.6 model on NVIDIA cards or, without one, on an emulated card.",
         epilog=EXAMPLES, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.set_defaults(models=[])
-    parser.add_argument("--version", action="version", version=f"qengine {limits.VERSION}", help="say it and leave")
+    parser.add_argument("--version", action="version", version=f"qengine {limits.VERSION}", help="print the version")
     parser.add_argument("-m", "--model", metavar="MODEL", default=limits.DEFAULT_MODEL, action=AddModel,
                         type=model_argument,
-                        help="a GGUF file (of several the first), one of the Hugging Face Hub: hf:OWNER/NAME, and "
-                             "behind it :Q4_K_M or :FILE, or random weights: synthetic:0.8b, synthetic:9b:q4_k, ... "
-                             "(default: the small model that comes with qengine). With --serve or --plan there may be "
-                             "several, each as NAME=MODEL and behind it what holds for this one alone: "
-                             "chat=a.gguf,ctx=16384,aliases=gpt-4o,idle=10m. One with idle=TIME or idle=never is "
-                             "loaded at its first request, and put away after so long without one, or to make room "
-                             "for another")
+                        help="a GGUF file (if it has several parts, the first), a model of the Hugging Face Hub: "
+                             "hf:OWNER/NAME, also with :Q4_K_M or :FILE at the end, or random weights: "
+                             "synthetic:0.8b, synthetic:9b:q4_k, ... (default: the small model that comes with "
+                             "qengine). With --serve or --plan there may be several, each as NAME=MODEL with options "
+                             "of its own: chat=a.gguf,ctx=16384,aliases=gpt-4o,idle=10m. A model with idle=TIME or "
+                             "idle=never is loaded at its first request, and unloaded after so long without a "
+                             "request, or to make room for another model")
     for add in (add_tasks, add_answer, add_pictures, add_comparison, add_bench, add_server, add_replicas,
                 add_side_models, add_machine):
         add(parser)
@@ -210,10 +210,9 @@ def add_tasks(parser: Parser):
     what.add_argument("--serve", metavar="PORT", nargs="?", type=within(int, 0, 65535), const=8080,
                       help="an OpenAI-compatible HTTP server (default port: 8080)")
     what.add_argument("--perplexity", metavar="FILE",
-                      help="how well the model predicts a UTF-8 text, taken as -p --raw takes it: the text "
-                           "is cut into windows of --ctx tokens that know nothing of each other, and each "
-                           "token is predicted once, from those before it in its window (the first of a "
-                           "window from the whole window before)")
+                      help="how well the model predicts a UTF-8 text, read as by -p --raw: the text is cut into "
+                           "windows of --ctx tokens, and each token is predicted once, from the tokens before it in "
+                           "its window (the first token of a window from the whole window before)")
     what.add_argument("--bench", action="store_true",
                       help="tokens/s of prompts and of answers, how much of the card they use and where the "
                            "time goes; needs a card that does nothing else, and probes it if nobody did")
@@ -261,12 +260,12 @@ def add_pictures(parser: Parser):
 def add_comparison(parser: Parser):
     compare = parser.add_argument_group("with --perplexity")
     compare.add_argument("--against", metavar="OTHER",
-                         help="also OTHER's figures, and how far MODEL's predictions are from its own (KL "
-                              "divergence, likeliest tokens); the vocabulary is the same, and both are "
+                         help="also OTHER's figures, and how far MODEL's predictions are from OTHER's (KL "
+                              "divergence, likeliest tokens); both must have the same vocabulary, and both are "
                               "loaded at once")
     compare.add_argument("--against-kv", metavar="FORMAT", choices=KV_NAMES,
-                         help="how keys and values of what is compared with are kept, OTHER or else MODEL itself "
-                              f"(--kv says what there is; default for OTHER: {FLOAT16})")
+                         help="compare with OTHER, or without --against with MODEL itself, with keys and values in "
+                              f"this format (see --kv; default for OTHER: {FLOAT16})")
 
 
 def add_bench(parser: Parser):
@@ -276,21 +275,21 @@ def add_bench(parser: Parser):
             help=f"tokens of the prompts (default: {listed(PROMPT_LENGTHS)} [{EMULATED_LENGTH}])")
     lengths("--contexts", help=f"tokens before the answers (default: {listed(CONTEXTS)} [{EMULATED_LENGTH}])")
     bench.add_argument("--repeats", metavar="N", type=within(int, 1, 1000),
-                       help=f"the median of so many counts (default: {REPEATS} [1])")
+                       help=f"measure so many times, and show the median (default: {REPEATS} [1])")
     bench.add_argument("--batch", metavar="N", type=within(int, 1, 256), default=1,
                        help="answers decoded at the same time (default: 1)")
     bench.add_argument("--acceptance", metavar="P", type=within(float, 0, 1),
                        help="with --draft N: also decodes with N drafts in each step, the tokens of a run without "
                             f"drafts; each is right with this probability (default: {ACCEPTANCE})")
     bench.add_argument("--check-widths", metavar="N,N", type=whole_numbers,
-                       help=f"also what a step costs that checks so many rows for each answer: 1,2,4,{CHECK_ROWS}")
+                       help=f"also time steps that check so many rows of each answer: 1,2,4,{CHECK_ROWS}")
     bench.add_argument("--expert-hits", metavar="P", type=within(float, 0, 1),
                        help="random weights use all experts evenly, which no trained model does: with this option, the "
                             "experts of answers are made up, each with this probability one of a few hot ones of its "
                             "layer (for synthetic mixtures of experts, best with --expert-memory)")
     bench.add_argument("--cards", metavar="N,N", type=whole_numbers,
-                       help="on so many of the cards, one after the other, and then side by side: 1,2 (default: on all "
-                            "that --card names, or else those that it takes without)")
+                       help="measure on so many cards, one number after the other, and then compare: 1,2 (default: "
+                            "once, on all that --card names, or else on those that the model needs)")
     bench.add_argument("--json", metavar="FILE", help="write everything there, too; also with --probe")
 
 
@@ -301,12 +300,12 @@ def add_server(parser: Parser):
     server.add_argument("--slots", metavar="N", type=within(int, 1, 256), default=1,
                         help="answers generated at the same time (default: 1)")
     server.add_argument("--api-key", metavar="KEY", action="append", default=[],
-                        help="answer only who sends this key, or another of several; other users of this machine can "
+                        help="answer only requests with this key; several are allowed; other users of this machine can "
                              "read a command line")
     server.add_argument("--api-key-file", metavar="FILE",
                         help="the same for each line of a file; lines that begin with # are comments")
     server.add_argument("--cors", metavar="ORIGIN", action="append", default=[],
-                        help="let web pages of this origin ask, https://chat.example say; * for all; several are "
+                        help="let web pages of this origin ask, as https://chat.example; * for all; several are "
                              "allowed; behind a proxy without keys this server's own page needs it, too")
     server.add_argument("--tls-cert", metavar="FILE",
                         help="serve over https with this certificate (PEM, followed by those of its authorities)")
@@ -345,8 +344,8 @@ def add_side_models(parser: Parser):
 def add_machine(parser: Parser):
     machine = parser.add_argument_group("the machine")
     machine.add_argument("--trace", metavar="FILE",
-                         help="write what cards and threads did when, for ui.perfetto.dev or chrome://tracing: "
-                              "kernels, copies and waits; slower than without")
+                         help="write a timeline of cards and threads for ui.perfetto.dev or chrome://tracing: "
+                              "kernels, copies and waits; this makes everything slower")
     machine.add_argument("--card", metavar="CARD",
                          help="cuda:0 for one, cuda:0,2 or cuda (all) for several that share the layers, or emulated, "
                               "emulated:3, emulated:3@0.25 (links of 0.25 GB/s), emulated:cmp-100-210,v100 (like cards "
@@ -376,8 +375,8 @@ def add_machine(parser: Parser):
     for where, default in (("", "a quarter of what is free; a card keeps two at least, and one where there is no room"),
                            ("host-", "an eighth of the machine's")):
         machine.add_argument(f"--checkpoint-{where}memory", metavar="MB", type=within(int, 0, 2**31 - 1),
-                             help=f"{'host' if where else 'card'} memory for the states that spare later prompts "
-                                  f"what they have in common with earlier ones (default: {default})")
+                             help=f"{'host' if where else 'card'} memory for saved states, so that later prompts need "
+                                  f"not read again what they share with earlier ones (default: {default})")
     machine.add_argument("--products", choices=WISHES, default="auto",
                          help="what multiplies the rows of prompts: dp4a, or tensor cores, with the same results; auto "
                               "measures both on each card and takes the faster one for each size (default: auto)")

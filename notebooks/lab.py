@@ -1,5 +1,5 @@
 """What the notebooks share: counting, figures on record, predictions, tables, plots, drawings and the frame of a task.
-No kernel is here, no check either.
+Kernels and their checks are elsewhere.
 
 How a notebook asks and shows, in this order:
 
@@ -78,14 +78,14 @@ def checked(card, launch):
 
 
 def run(card, launch):
-    """Runs launch() on a card, on an emulated one with every access checked. Raises LaunchError as `checked` does."""
+    """Runs launch() on a card; an emulated card checks every access. Raises LaunchError as `checked` does."""
     with card.checking() if card.kind == "emulated" else contextlib.nullcontext():
         launch()
 
 
-_is_timed = False           # inside `microseconds`, which has checked
+_is_timed = False           # inside `microseconds`, after its check
 _known = set()              # (kernel, blocks, threads, shapes of arrays and numbers) of launches that were found right
-_watched = set()            # and of those that are being checked
+_watched = set()            # the same, of launches that are being checked
 
 
 @contextlib.contextmanager
@@ -112,8 +112,8 @@ def _careful(configured, card, args):
 
 
 def count(card, launch, model):
-    """What one call of launch() does, counted on an emulated card that has as many SMs as `model` (a CardModel): its
-    only kernel.Counted of kernels/emulated/counting.py. All accesses are checked before."""
+    """What one call of launch() does, counted on an emulated card that has as many SMs as `model` (a CardModel): the
+    Counted (kernels/emulated/counting.py) of its only kernel. All accesses are checked first."""
     own, card.n_sms = card.n_sms, model.n_sms
     try:
         checked(card, launch)
@@ -148,7 +148,7 @@ def microseconds(card, launch):
 
 
 def tokens_per_second(engine, prompt, n=64):
-    """How fast an engine answers, the prompt left out: of three answers of n tokens the fastest."""
+    """How fast an engine answers, without the prompt: the fastest of three answers of n tokens."""
     timed()
     speeds = []
     for _ in range(3):
@@ -160,8 +160,8 @@ def tokens_per_second(engine, prompt, n=64):
 
 
 STAT = Path("/proc/stat")
-_since = None               # what `_used` said when a cell began to take times
-_is_emulated = False        # whether it has taken times of kernels on an emulated card
+_since = None               # what `_used` said when a cell began to measure times
+_is_emulated = False        # whether the cell has measured times of kernels on an emulated card
 
 
 def timed(card=None):
@@ -174,8 +174,8 @@ def timed(card=None):
 
 
 def _processors():
-    """Seconds so far of all programs, for each processor that this Python may use. /proc/stat may show all of a machine
-    to a container that has only some. Where it shows other numbers than a container's own, all that it shows."""
+    """Seconds that all programs have used so far, for each processor that this Python may use. A container's
+    /proc/stat may list all processors of the machine. If it lacks one of the container's own, all listed ones count."""
     rows = {}
     for name, *ticks in map(str.split, STAT.read_text().splitlines()):
         if re.fullmatch(r"cpu\d+", name):
@@ -186,12 +186,12 @@ def _processors():
 
 
 def _used():
-    """Seconds so far: by the clock, of all programs on these processors, and of this Python there."""
+    """Seconds so far: of the clock, of all programs on these processors, and of this Python alone."""
     return np.array([time.perf_counter(), sum(_processors()), time.process_time()])
 
 
 def _tell_disturbance(_):
-    """Behind a cell that has taken times."""
+    """Runs after each cell: says what times mean, if the cell has measured any."""
     global _since, _is_emulated
     if _since is not None:
         clock, everyone, own = _used() - _since
@@ -205,7 +205,7 @@ def _tell_disturbance(_):
 
 
 def disturbed_by(n):
-    """Says that other programs used so many processors while times were taken, if that is worth a word."""
+    """Says that other programs used n processors while times were measured, if n is more than a little."""
     if n > 0.1:
         words = (f"Other programs, those of a container's host too, used {n:.1f} of {len(_processors())} processors "
                  "while this cell ran. On a quiet machine its times may be shorter, and their order another.")
@@ -215,13 +215,13 @@ def disturbed_by(n):
 # ---- figures on record -------------------------------------------------------------------------------------
 
 def figure(name, row, column, n=1):
-    """A number of benchmarks/results.md, see benchmarks/figures.py: the n-th of a cell."""
+    """The n-th number of a cell of a table in benchmarks/results.md, see benchmarks/figures.py."""
     return figures.figure(name, row, column, n)
 
 
 def on_record(name, *columns):
-    """Prints a table of figures of benchmarks/results.md, with the card and the day. columns: those wanted, if not
-    all."""
+    """Prints a table of figures of benchmarks/results.md, with the card and the day. columns: which; none
+    named: all."""
     source, rows = figures.record(name)
     columns = columns or tuple(next(iter(rows.values())))
     print(f"on record (benchmarks/results.md): {source}")
@@ -231,17 +231,17 @@ def on_record(name, *columns):
 # ---- predictions -------------------------------------------------------------------------------------------
 
 class Prediction:
-    """What the reader expects of something: `guess` is a number or one of `choices`; None: nothing was entered, or
-    what was entered is refused."""
+    """What the reader expects. guess: a number or one of `choices`; None: the reader entered nothing, or something
+    that was refused."""
 
     def __init__(self, what, guess, choices, is_refused):
         self.what, self.guess, self.choices, self.is_refused = what, guess, choices, is_refused
 
 
 def predict(what, guess, *more):
-    """Keeps what the reader has put in place of None until `reveal` shows it. What is no number, or none of the
-    choices, is not taken, and the reader is asked again. more: the choices, a list; or what somebody has written behind
-    the comma of a number."""
+    """Keeps what the reader has put in place of None until `reveal` shows it. If this is not a number, or none of the
+    choices, the reader is asked again. more: a list of choices; or the rest of a number that the reader wrote with a
+    comma."""
     choices = more[0] if len(more) == 1 and isinstance(more[0], (list, tuple)) else ()
     guess = guess if choices or not more else ", ".join(map(str, (guess, *more)))
     wanted = f"one of {', '.join(map(repr, choices))}" if choices else "a number"
@@ -280,14 +280,14 @@ def reveal(prediction, found, unit=""):
 
 
 def _stand_in(info):
-    """Before a cell runs that reveals a prediction whose cell was skipped: there is none."""
+    """Runs before each cell: if the cell reveals a prediction whose own cell was skipped, makes an empty one."""
     for name in re.findall(r"\blab\.reveal\((\w+)", info.raw_cell):
         get_ipython().user_ns.setdefault(name, Prediction(name.replace("_", " "), None, (), False))
 
 
 def judge(said, found, is_choice=False, is_percent=False):
-    """(colour, kind words) for a prediction beside what was found. is_choice: it was one of several. is_percent: its
-    unit is per cent."""
+    """(colour, kind words) for a prediction beside what was found. is_choice: the prediction is one of several choices.
+    is_percent: its unit is per cent."""
     if is_choice or isinstance(found, str):
         return (GREEN, "Right.") if said == found else (ORANGE, "It is another one. The folded lines behind the "
                                                                 "prediction, or the text below, say why.")
@@ -310,7 +310,7 @@ def _show(x):
 
 
 def _box(colour, marked_up, plain):
-    """Shows words beside a bar of colour, readable on any page. They are no printed text: no test compares them."""
+    """Shows words beside a bar of colour, readable on any page. They are not printed: no test compares them."""
     style = f"border-left: 4px solid {colour}; padding: 2px 10px; margin: 2px 0"
     display({"text/html": f'<div style="{style}">{marked_up}</div>', "text/plain": plain}, raw=True)
 
@@ -345,8 +345,8 @@ def compare(versions, model):
 
 def show(words):
     """Shows the figure that was drawn last on a transparent ground, in 128 colours, which make a small file. words:
-    what is in it, for readers who do not see it: where no picture can be shown, and where descriptions are read
-    out."""
+    what the figure shows, for readers who do not see it, because no picture can be shown or because a program reads
+    descriptions aloud."""
     drawn, file = io.BytesIO(), io.BytesIO()
     plt.savefig(drawn, format="png", bbox_inches="tight")
     plt.close()
@@ -387,8 +387,8 @@ def pale(colour):
 
 
 def draw_owners(owner, title, axes, x_label="", y_label="", framed=(0,)):
-    """Draws who makes what: a field for each entry of `owner` (int [rows, columns]: a thread, lane or warp) with its
-    number. Fields of the owners in `framed` have a frame."""
+    """Draws who computes what: a field for each entry of `owner` (int [rows, columns]: the number of a thread, lane or
+    warp). Fields of the owners in `framed` have a frame."""
     down, across = owner.shape
     for (i, j), who in np.ndenumerate(owner):
         is_framed = who in framed
@@ -404,8 +404,8 @@ def draw_owners(owner, title, axes, x_label="", y_label="", framed=(0,)):
 
 def draw_tiles(axes, title, x_shape, w_shape, tile, marked=(0, 0), in_tile=None):
     """Draws a product as one writes it by hand: `x` [rows, k] on the left, the columns of `w` [k, n] above, `y` where
-    they meet, cut into tiles of tile = (rows, columns, k). What the block of threads at `marked` reads and makes is
-    blue, strongly so what it reads first, with arrows along k; in_tile = (rows, columns) of one thread of it is red."""
+    they meet, cut into tiles of tile = (rows, columns, k). What the block of threads at `marked` reads and computes is
+    blue, strongly what it reads first, with arrows along k; in_tile = (rows, columns) of one of its threads is red."""
     (rows, k), (_, n) = x_shape, w_shape
     gap = 0.08 * max(rows + k, n + k)
     origins = {"x": (0, k + gap, k, rows), "w": (k + gap, 0, n, k), "y": (k + gap, k + gap, n, rows)}
@@ -437,8 +437,8 @@ def draw_tiles(axes, title, x_shape, w_shape, tile, marked=(0, 0), in_tile=None)
 
 
 def draw_banks(words, title, axes):
-    """Draws where the lanes of a warp meet in the 32 banks of shared memory: a stack of lane numbers over each bank,
-    for the word that each lane wants (int [lanes]). Lanes that want the same word count once. Returns the turns."""
+    """Draws which lanes need the same of the 32 banks of shared memory: a stack of lane numbers over each bank. words:
+    the word of each lane (int [lanes]); lanes with the same word count once. Returns the number of turns."""
     stacks = [[] for _ in range(32)]
     for lane, word in enumerate(words):
         stack = stacks[word % 32]
@@ -477,8 +477,8 @@ def expect(name, found, wanted, allowed):
 # ---- tasks -------------------------------------------------------------------------------------------------
 
 def attempt(check, answer):
-    """Runs the check of a task on the reader's answer, or says that there is none yet. What the check asserts is told,
-    what a kernel must not touch, and why a kernel cannot be compiled; and the notebook goes on."""
+    """Runs the check of a task on the reader's answer, or says that there is none yet. If the check
+    fails, or a kernel touches what it must not or cannot be compiled, says so in words; then the notebook goes on."""
     if answer is None:
         print("not solved yet")
         return
@@ -494,13 +494,13 @@ def attempt(check, answer):
         print(f"not right yet: {NO_KERNEL}")
     except (AssertionError, LaunchError, CompileError) as error:
         print(f"not right yet: {brief(error)}")
-        if re.search(r"\bnan\b", str(error)):              # what results are poisoned with
+        if re.search(r"\bnan\b", str(error)):              # results are filled with nan before a launch
             print("(nan: something was never written, or made of what was not)")
 
 
 def _that_returns(answer):
-    """A plain function that says so when it is called with other arguments than it has, or returns nothing; anything
-    else as it is."""
+    """The answer, if it is a plain function, such that it complains about wrong arguments and about a missing result;
+    any other answer as it is."""
     if not isinstance(answer, FunctionType):
         return answer
 
@@ -518,7 +518,7 @@ def _that_returns(answer):
 
 
 def refuses(check, wrong):
-    """Fails if the check of a task is satisfied with a wrong answer."""
+    """Raises RuntimeError if the check of a task accepts a wrong answer."""
     try:
         check(wrong)
     except (AssertionError, LaunchError):
@@ -536,8 +536,8 @@ NO_DRIVER = ("no NVIDIA driver is here, which Numba's own functions need. Here c
 
 
 def brief(error):
-    """What is wrong with a kernel, in a few lines: the line and the thread, or what the compiler did not understand. Or
-    which name a cell does not know."""
+    """What is wrong with a kernel, in a few lines: line and thread, or what the compiler did not understand. For a
+    NameError: the name that the cell does not know."""
     if isinstance(error, NameError):
         return f"{error}: was the cell run that defines it?"
     if isinstance(error, TypeError) and "not subscriptable" in str(error):
@@ -594,9 +594,9 @@ def _in_plain_words(said):
 
 
 def _place(error):
-    """(file, line) of the reader's source at which the compiler stopped, or ("", 0). Numba's message does not always
-    say it; then one of the frames of the compiler does, or the code that names what there is not. Of a loop that never
-    ends it is the first line."""
+    """(file, line) of the reader's source at which the compiler stopped, or ("", 0). If Numba's message does not name
+    the line, a frame of the compiler does, or the code that uses an unknown name. For a loop that never ends it is the
+    first line."""
     for file, line in re.findall(r"at (\S+) \((\d+)\)", str(error)):
         if _is_readers(file):
             return file, int(line)
@@ -620,13 +620,13 @@ def _place(error):
 
 
 def _is_readers(file):
-    """Whether a file is a cell's or the project's, none of a library. What an intrinsic refuses is told where it is
-    called."""
+    """Whether a file belongs to a cell or to the project, not to a library. An error of an intrinsic is shown where the
+    intrinsic is called."""
     return file.endswith(".py") and "site-packages" not in file and not file.endswith("kernels/intrinsics.py")
 
 
 def _passes(trace, place):
-    """Whether an error has come through a file or folder of the project."""
+    """Whether an error has passed through this file or folder of the project."""
     return any(frame.filename.startswith(str(ROOT / place)) for frame in traceback.extract_tb(trace))
 
 
