@@ -13,7 +13,7 @@ def of_pattern(pattern: str) -> dict:
 
 
 def bomb(n: int) -> dict:
-    """Another schema for each n from 1 to 999, which nests three repetitions."""
+    """A schema with three nested repetitions, a different one for each n from 1 to 999."""
     return of_pattern(f"^((a{{1000}}){{1000}}){{{n}}}$")
 
 

@@ -61,13 +61,13 @@ def requests():
 
 
 def told(generation):
-    """All that a reader gets but the text."""
+    """All that a reader gets, except the text."""
     return [(delta.token_id, delta.logprob, delta.top_logprobs) for delta in generation]
 
 
 def answers(engine):
-    """What an engine says to all requests at once, then to a prompt that goes on after one of the answers, and to one
-    alone whose answer is forced for the most part, so that several tokens of it go through the stages at once."""
+    """What an engine answers to all requests at once, then to a prompt that goes on after one of the answers, and to a
+    request alone. A grammar forces most of that last answer, so several of its tokens go through the stages at once."""
     asked = requests()
     said = [told(generation) for generation in [engine.submit(r) for r in asked]]
     tokens = asked[5].prompt_ids + [token for token, *_ in said[5]] + list(range(40))
@@ -109,7 +109,7 @@ def test_a_model_of_a_file_gives_the_same_tokens():
 
 
 def test_cards_of_different_kinds_give_the_same_tokens(alone):
-    """Grids depend on the number of multiprocessors, and so does nothing else."""
+    """Only the sizes of grids depend on the number of multiprocessors."""
     mixed = cards(3)
     for card, n_sms in zip(mixed, (68, 80, 40)):
         card.n_sms = n_sms
@@ -445,7 +445,7 @@ def test_a_card_that_hangs_while_it_loads_is_named(monkeypatch):
 
 
 def test_where_no_card_is_at_fault_none_is_given_up(capsys):
-    """Not for a NaN, nor for a mistake of ours."""
+    """No card is given up for a NaN, or for a mistake of ours."""
     def nan(stage):
         stage.card.poison(stage.model.head_norm)
 
@@ -527,7 +527,7 @@ def test_an_error_of_a_tap_is_only_its_callers(alone):
 
 
 def test_a_card_without_room_is_named_at_load():
-    """It is one that others have taken memory of since the plan was made."""
+    """Others have taken memory of this card since the plan was made."""
     three = cards(3)
     alloc, numbers = three[1].alloc, itertools.count()
     def full(shape, dtype, name=""):
@@ -557,7 +557,7 @@ def test_an_engine_that_is_closed_leaves_no_thread():
 
 
 def test_tokens_are_read_after_the_first_card_goes_on_with_them():
-    """Or the thread that reads them would hold up the one that both cards wait for."""
+    """Otherwise the thread that reads tokens would delay the thread that both cards wait for."""
     engine, order, steps = load((2, 2)), [], []
     card = engine.cards[0]
     replay = card._replay

@@ -339,8 +339,8 @@ def test_whose_limit_of_time_it_is(most, fields, says, server, engine, monkeypat
 
 
 def test_pixels_of_waiting_requests_are_bounded(monkeypatch):
-    """Twelve clients send a picture each and wait for answers, and three pictures are the most. The others hear so, and
-    whoever shows the same picture as another one adds nothing."""
+    """Twelve clients each send a picture and wait for answers, and the pixels of at most three pictures may wait. The
+    other clients are told so. A client that shows the same picture as another one adds nothing."""
     monkeypatch.setattr(pictures, "MAX_HELD", 3 * Picture.of(scene(256, 256)).pixels.nbytes)
     go_on, answers = threading.Event(), []
     engine = ScriptedEngine(lambda prompt: "Seen." if go_on.wait(30) else "", sees=True)

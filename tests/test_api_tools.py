@@ -294,7 +294,7 @@ UNENFORCED = [TEXT | {"pattern": "(?=a)b"}, TEXT | {"pattern": "("}, TEXT | {"pa
 
 @pytest.mark.parametrize("schema", UNENFORCED, ids=lambda schema: json.dumps(schema)[:50])
 def test_strings_whose_schemas_cannot_be_enforced(schema):
-    """Overlooked, or refused by the keyword's name where the tool is strict."""
+    """Such a keyword is overlooked; where the tool is strict, it is refused by its name."""
     assert obeys(rules_of_argument(schema), xml_call("whatever"))
     with pytest.raises(GrammarError) as caught:
         rules_of_argument(schema, strict=True)

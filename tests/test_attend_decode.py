@@ -26,7 +26,8 @@ CHECKED = [*(((2, 1, (0, 70)), shape) for shape in SHAPES), ((3, 1, (70,)), SHAP
 @pytest.mark.parametrize("name", ["float16", *KV_KINDS])
 @pytest.mark.parametrize("case", CHECKED, ids=str)
 def test_no_access_is_out_of_place(name, case):
-    """Nor before another lane is done with what it overwrites: the accesses are checked one by one."""
+    """No access leaves its array, or comes before another lane has finished with what it overwrites: each access is
+    checked."""
     card, = open_cards("emulated")
     with card.checking():
         attend_decode.check(card, KV_FORMATS[name], case)

@@ -52,8 +52,8 @@ def test_prefill_does_not_depend_on_the_cuts(card, shape, format):
 
 @pytest.mark.parametrize("format", KV_FORMATS.values(), ids=KV_FORMATS)
 def test_a_value_that_is_no_number_is_never_hidden(card, format):
-    """No row that sees it has a finite output, however small its probability, and the rows of its tile before it that
-    see it with probability 0 have none either: they are multiplied by it."""
+    """No row that sees such a value has a finite output, however small its probability. Rows of the same tile before
+    the value have none either: they multiply it by the probability 0."""
     heads = heads_of(4, 2)
     q, projected, k, v = sample_inputs(heads, 200, 200)
     v[130, 0] = np.nan
@@ -66,8 +66,8 @@ def test_a_value_that_is_no_number_is_never_hidden(card, format):
     ((4, 2), rope.QWEN35, 200, 130), ((3, 1), rope.QWEN3, 205, 0), ((10, 2), rope.QWEN3, 131, 127),
     ((6, 2), rope.QWEN35, 77, 76)], ids=str)
 def test_a_key_that_is_no_number_is_never_hidden(card, format, sizes, shape, n, at):
-    """Its value is finite, and no other score exceeds those of the first keys. All that see it show it, and no
-    other."""
+    """The key's value is finite, and no other score exceeds those of the first keys. All rows that see the key show it,
+    and no other row does."""
     heads = heads_of(*sizes, shape)
     q, projected, k, v = sample_inputs(heads, n, n)
     k[:8] *= 8

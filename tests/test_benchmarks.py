@@ -93,7 +93,8 @@ def test_a_part_that_fails_or_hangs_does_not_keep_others_from_running():
 
 
 def test_the_parts_of_all_share_its_seconds(monkeypatch):
-    """Those that take all they may end when the seconds are over; what one leaves over goes to the next."""
+    """Parts that take all of their time end when the seconds are over; time that one part leaves over goes to the
+    next."""
     now, limits = 0.0, {}
 
     def ended(part, limit):

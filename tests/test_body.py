@@ -94,7 +94,7 @@ def test_limits(most, at_most, one_more, reason):
 
 
 def test_texts_do_not_count():
-    """Of what looks like structure but stands in a text or in a name, with any escapes around it."""
+    """Characters that look like structure do not count inside a text or a name, with any escapes around them."""
     tricky = ['[{"a":1.5e3,' * 9, "\\", '"', '\\"', '"\\', "\\\\", "9" * MAX_DIGITS, "[" * MAX_DEPTH * 2, "",
               "é大😀\0\n"]
     rng = random.Random(1)

@@ -60,7 +60,7 @@ def test_longer_texts_are_refused(web):
 
 
 def test_long_texts_are_encoded_one_at_a_time(monkeypatch):
-    """Others than they, and short ones, do not wait. What Python itself keeps afterwards is next to nothing."""
+    """Other requests and short texts do not wait for them. What Python itself keeps afterwards is next to nothing."""
     tokenizer, lock = shipped().tokenizer, shipped().tokenizer._long_text._lock
     started, ended = threading.Event(), threading.Event()
 

@@ -591,8 +591,8 @@ def common(tokens, others):
 @pytest.mark.parametrize("kept_of_answer", [0, 11, None], ids=["nothing", "without thoughts", "all"])
 @pytest.mark.parametrize("turn_tokens", [5, 70, 400])
 def test_every_turn_processes_what_is_new(kept_of_answer, turn_tokens):
-    """Twelve turns, and each once more, and with its question edited at the end: at most 64 tokens beside the new ones,
-    but of an edited question all."""
+    """Twelve turns, each asked once more, and once with its question edited at the end. At most 64 tokens beside the
+    new ones are processed, but all tokens of an edited question."""
     world, text, known = roomy(), texts(), []
     history = [TURN, *text(150)]
     for _ in range(12):
@@ -696,8 +696,8 @@ def test_positions_of_checkpoints():
 
 
 def test_the_least_worthy_goes_first():
-    """Two checkpoints on the card and one in host memory: of four texts, as long as said here, the one is lost that
-    would take the least, and a use makes a text worth more."""
+    """There is room for two checkpoints on the card and one in host memory. Of four texts of these lengths, the one is
+    lost that would take the least time to process again; each use makes a text worth more."""
     world, text = roomy(n_numbers=2, n_hosts=1), texts()
     prompts = [text(n) for n in (65, 321, 129, 193)]
 
@@ -817,9 +817,9 @@ def beside_answers(world, lengths, n_answers=1):
 @pytest.mark.parametrize("token_seconds, step_seconds", [
     (0.00014, 0.0045), (0.0004, 0.002), (0.001, 0.1), (0.00005, 0.02), (0.01, 0.03), (0.0001, 0.0002)])
 def test_answers_keep_their_share_of_the_time(token_seconds, step_seconds, plan_error):
-    """However long passes and steps take, and whatever plans say of that: prompts get the share that they should, and
-    answers pause for no longer than that share and PART ask for, and half a layer. The first case is like an H100 with
-    a model of 9B and 8 answers, the one before the last like a slow card."""
+    """However long passes and steps take, and whatever plans say of that: prompts get their share of the time. Answers
+    pause for no longer than this share and PART ask for, plus half a layer. The first case is like an H100 with a model
+    of 9B and 8 answers, the one before the last like a slow card."""
     world = roomy(n_slots=6, n_ctx=16_384, n_pages=1600, width=1, chunk=4096)
     pipeline = world.pipeline
     pipeline.token_seconds, pipeline.step_seconds, pipeline.plan_error = token_seconds, step_seconds, plan_error
@@ -1003,7 +1003,7 @@ def test_prompts_that_arrive_together_share_whatever_their_lengths():
 
 
 def test_a_prompt_that_nothing_is_shared_with_waits_for_no_other():
-    """One with log-probabilities computes all its tokens itself."""
+    """A prompt with log-probabilities computes all of its tokens itself."""
     cache, ids = roomy().cache, texts()(500)
     begun, plain, scored = (Sequence(qengine.Generation(qengine.Request(ids, prompt_logprobs=top), TOKENIZER), slot, 9,
                                      cache.roots[0]) for slot, top in enumerate((None, None, 0)))
@@ -1097,8 +1097,9 @@ def test_reused_prompts_give_the_same_bits(empty):
 
 
 def test_an_answer_does_not_depend_on_who_brings_it_as_a_prompt(empty):
-    """Where prompt and answer of one are the prompt of another, pages of the same tokens hold other bits: the first
-    one's log-probabilities are those that it has alone."""
+    """The prompt and answer of one request are the prompt of another. Pages of decoded tokens hold other bits than
+    pages of the same tokens in a prompt, so the first request must still have the log-probabilities that it has
+    alone."""
     ids = prompts(empty)[0][:100]
     asked = drawn(ids, max_tokens=120, temperature=0, top_logprobs=0)
     want = list(empty.submit(asked))

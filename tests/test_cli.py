@@ -204,8 +204,7 @@ def test_a_mistake_is_one_sentence(capsys, arguments, words):
 
 
 def test_options_of_others_are_not_ours():
-    """What a mistake of somebody who knows llama.cpp is told never hides an option of ours, and names one that is
-    there."""
+    """No name in the list of llama.cpp's options is an option of ours, and each hint names an option that exists."""
     ours = {name for action in build_parser()._actions for name in action.option_strings}
     assert LLAMA_CPP and not LLAMA_CPP.keys() & ours
     assert {word for said in LLAMA_CPP.values() for word in re.findall(r"say (-[\w-]+)", said)} <= ours

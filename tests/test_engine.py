@@ -307,8 +307,8 @@ def test_passes_of_27b_on_two_cards():
     (6, 65_536, 133.8, 1856), (6, 180_000, 133.8, 512), (16, 4096, 32.6, 1152), (16, 4096, 17, 576),
     (16, 4096, 0.1, 64)])
 def test_chunk_fits_memory_and_time(gigabytes, n_ctx, tops, chunk, monkeypatch):
-    """That of a 9B: what weights leave, less the context that was asked for and the states; and half a second of an
-    H200, a T4, a throttled card and one that is slow beyond help."""
+    """The chunk of a 9B: it fits into what weights leave, less the context that was asked for and the states; and it
+    takes half a second on an H200, a T4, a throttled card and one that is slow beyond help."""
     work = Work(32, row_operations=13_836_992_512, page_bytes=64 * 32_768, state_bytes=53_477_376)
     costs = costs_of(4096, work, free_bytes=gigabytes << 30)
     monkeypatch.setattr(probe, "dot_speed", lambda card: 1e12 * tops)
@@ -604,7 +604,7 @@ def test_products_are_functions(own_engine, product, approximate):
 
 
 def test_products_take_seven_arguments(own_engine):
-    """A kernel does not, and what they are is said."""
+    """A kernel does not take them: it is refused with a sentence that lists the arguments."""
     @cuda.jit
     def of_numba(y):
         pass

@@ -218,7 +218,8 @@ def test_what_does_not_fit_lies_in_host_memory(resident):
 
 
 def test_when_all_experts_have_left_the_card_more_is_spared():
-    """Of what the card holds then, a checkpoint (the head multiplies with this model's table)."""
+    """Of what is still on the card, a checkpoint is spared (not the embeddings, since this model's head multiplies with
+    them)."""
     sizes = {"checkpoint_memory": 0, "chunk": 64, "kv_tokens": 512}
     least = planner(EmulatedCard(), expert_memory=0, **sizes).plan
     state, total = least.on_paper[0].state_bytes, least.stages[0].total

@@ -151,7 +151,7 @@ def test_the_loopback_by_all_of_its_names(host, server):
 
 
 def test_a_public_address_of_this_machine(server):
-    """It passes the list, and leads to what no firewall keeps from this machine."""
+    """Such an address passes the list of public addresses, but no firewall stands between it and this machine."""
     server.asked = []
     get = Fetcher(lambda host, port, type: [(socket.AF_INET, type, 6, "", (PUBLIC, port))],
                   lambda address, timeout: connect_outside(("127.0.0.1", server.server_port), timeout))

@@ -154,8 +154,8 @@ def ones(*shape):
 
 
 def largest_error(kind):
-    """What a type may do to a weight in [-1, 1]: half a step between two neighbours. Of a packed format a whole step,
-    since q may end a step earlier on one side than on the other."""
+    """How far a type may move a weight in [-1, 1]: by half a step between two neighbours. A packed format may move it
+    by a whole step, since q may end a step earlier on one side than on the other."""
     if kind in FLOATS:
         return {"F32": 0, "F16": 2**-12, "BF16": 2**-9}[kind]
     q = FORMATS[kind].values.astype(int)

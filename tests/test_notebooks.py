@@ -336,7 +336,7 @@ def in_float64(y):
 
 
 def test_what_is_counted_may_not_be_what_is_meant(lab, monkeypatch):
-    """float64 is told, and that the arrays are on another card."""
+    """The reader is told if float64 was counted, and if the arrays are on another card."""
     shown, cards = [], [EmulatedCard(0) for _ in range(2)]
     monkeypatch.setattr(lab, "display", lambda data, raw: shown.append(data["text/plain"]))
     y = cards[0].zeros(32, np.float32)
@@ -348,7 +348,8 @@ def test_what_is_counted_may_not_be_what_is_meant(lab, monkeypatch):
 
 
 def test_attempts_that_touch_what_they_must_not(lab, capsys):
-    """A kernel that would end this Python is told with its line; what is not a number, why."""
+    """A kernel that would end this Python is reported with its line, and a result that is not a number with the
+    reason."""
     card, n = EmulatedCard(0), 16                       # n: results that are looked at; 16 are written
 
     def check(shift):
@@ -703,7 +704,7 @@ def test_the_way_of_numba_asks_for_a_driver(run_cells):
 
 
 def test_a_prediction_that_was_skipped_stops_nothing(run_cells):
-    """Its cell was not run: then there is none, and what it would have been about is revealed all the same."""
+    """If its cell was not run, there is no prediction, and the answer is revealed all the same."""
     told_of = nbformat.v4.new_code_cell("lab.reveal(mb_1, 626, 'MB')\nprint('on')")
     run_cells([nbformat.v4.new_code_cell("import lab"), told_of])
     assert errors(told_of) == [] and printed(told_of) == "on\n"

@@ -77,7 +77,7 @@ def test_equal_cards_share_the_work_and_unlike_ones_by_their_speed():
 
 
 def test_head_counts_where_prompts_do_not_care():
-    """Of splits whose slowest pass is equal, that with the fewer layers beside the head."""
+    """Of splits whose slowest pass takes equally long, the one with fewer layers beside the head is chosen."""
     first, last = counts(planner("synthetic:9b", typed(V100, V100), n_ctx=64).plan)
     assert first == last == 16
     assert counts(planner("synthetic:27b", typed(*[V100] * 5), n_ctx=64).plan)[-1] == 12
@@ -262,7 +262,7 @@ def test_cards_keep_two_checkpoints_as_the_help_says():
 
 
 def test_room_for_kept_tokens_is_not_made_for_slots():
-    """Where --kv-tokens says how many there are to be, the placement counts no others."""
+    """If --kv-tokens says how many tokens are to be kept, the placement counts only these."""
     small = [EmulatedCard(number, like=CMP_100_210, memory_bytes=int(gb * 2**30))
              for number, gb in enumerate((7, 5.5, 2.52))]
     assert planner("synthetic:9b", small, n_ctx=20000, kv_tokens=40000).plan.fits
@@ -352,8 +352,8 @@ def test_a_plan_estimates_the_speed_of_a_mixture():
 
 
 def test_a_plan_says_what_experts_that_are_not_on_the_cards_cost_a_prompt():
-    """No share of time counts on them being there. A pass copies all that have no slot: of 256 experts in each of 40
-    layers those beyond the slots, of three matrices of 2,048 x 512 in 4.5 bits each."""
+    """Shares of time do not assume that these experts are on the cards. A pass copies all that have no slot: of 256
+    experts in each of 40 layers those beyond the slots, of three matrices of 2,048 x 512 in 4.5 bits each."""
     plans = planner("synthetic:35b-a3b:q4_k", open_cards("emulated:cmp-100-210"), memory=int(15.5 * 2**30))
     text = plans.report()
     slots = int(re.search(r"(\d+) experts of each layer lie on the card", text)[1])

@@ -267,7 +267,7 @@ def test_the_reason(wish, found, words):
 @pytest.mark.parametrize("which, form", [
     ("emulated", "m16n8k32"), ("emulated:v100", "m8n8k4"), ("emulated:t4", "m8n8k16"), ("emulated:h100", "m16n8k32")])
 def test_the_instruction(which, form):
-    """That of the card which an emulated card is like, as that card would choose it."""
+    """An emulated card that is like another card has the instruction that this other card would choose."""
     card = open_cards(which)[0]
     instruction = products.instruction_of(card)
     assert products.form_of(instruction) == form

@@ -471,7 +471,7 @@ def idle_fronts(engine, n):
 
 
 def test_replicas_come_and_go_with_the_load(two_nodes, monkeypatch):
-    """Fronts that only listen are none."""
+    """Fronts that only listen are no load."""
     monkeypatch.setattr(cluster, "UP_SECONDS", 0.5)
     monkeypatch.setattr(cluster, "DOWN_SECONDS", 1)
     monkeypatch.setattr(cluster, "MEAN_SECONDS", 3)

@@ -326,7 +326,8 @@ def test_a_question_is_answered_while_a_picture_is_encoded(in_pieces):
 
 
 def test_parts_of_encodings_are_as_long_as_encodings_tell():
-    """Plans err otherwise about them than about passes of text: on an emulated card by many times."""
+    """Planned times of encodings are wrong by another factor than those of passes over text: on an emulated card by
+    many times."""
     turns, pieces = Turns(1), [0.001] * 100
     turns.factors_of[False].extend([5.0] * 5)
     assert turns.n_pieces(pieces, False) == 33                  # of three equal parts

@@ -125,7 +125,7 @@ def test_luck_of_an_engine_that_has_just_begun_is_not_wasted(n, has_block):
 
 
 def test_a_width_that_does_not_pay_hides_no_wider_one_that_does():
-    """Of the tile that costs half a step, a fourth row alone is not worth it, and eight rows are."""
+    """A fourth row needs a tile that costs half a step: this does not pay for four rows, but it pays for eight."""
     shares = []
     for seed in range(6):
         run = Run(lambda i: 0.85, CARDS["three fit into a tile"], 3, seed=seed)

@@ -34,7 +34,8 @@ def test_dot_products_keep_their_bits(emulated, instead):
 
 @pytest.mark.parametrize("pair", throttled.REWRITINGS, ids=" ".join)
 def test_the_instruction_is_gone(pair):
-    """And nothing else has changed but how many blocks share an SM's registers, which was chosen for what is gone."""
+    """Nothing else has changed, except how many blocks share an SM's registers: this number was chosen for what is
+    gone."""
     types = ("float32[1]", "uint32", "int8[1]", "uint16[1]", "int8[1]", "float32[1]", *["uint32"] * 6, "bool")
     kernel = q8_gemv.gemv_kernel(q8_gemv.Q8, 1, q8_gemv.Shape(2, 1, 32, True), False, False)
     ptx = compiler.compile_kernel(kernel, types, compiler.supported_ccs()[0]).ptx

@@ -214,7 +214,8 @@ TOOLS = [{"type": "function", "function": {"name": "weather", "description": "ì„
 
 
 def test_published_templates_take_what_clients_send(published):
-    """Parts, null content beside tool calls, arguments as JSON text: as plain as the same in plain form."""
+    """Parts, null content beside tool calls, arguments as JSON text: the prompt is that of the same messages in plain
+    form."""
     def conversation(first, nothing, arguments):
         return [{"role": "user", "content": first},
                 {"role": "assistant", "content": nothing, "tool_calls": [

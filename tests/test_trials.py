@@ -56,7 +56,7 @@ def test_a_grammar_that_is_hostile_later_stops_nobody(vocabulary, name):
 
 
 def test_a_short_trial_does_not_wait_for_long_ones(vocabulary):
-    """In turns of a few long trials, many short ones are done."""
+    """While a few long trials take turns, many short ones are done."""
     long = [threading.Thread(target=TRIALS.verdict, args=(grammar_of(bomb(n)), vocabulary)) for n in range(1, 13)]
     for thread in long:
         thread.start()

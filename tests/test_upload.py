@@ -25,7 +25,7 @@ def test_pieces_are_whole_units_in_order(card, n_units, unit, piece):
 
 
 def test_a_piece_is_complete_before_kernels_read_it_and_stays_until_they_did():
-    """Everything as late as the order that was asked for allows, and a slow link."""
+    """On a card that does everything as late as the queued order allows, with a slow link."""
     for card in EmulatedCard(late=True), EmulatedCard(link_gbs=0.001):
         data, feeder = np.arange(64, dtype=np.uint8).reshape(16, 4), Feeder(card, 8)
         got = card.zeros((16, 4), np.uint8)

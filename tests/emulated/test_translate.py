@@ -302,7 +302,7 @@ def test_dot_products_of_registers_that_are_written_again(target):
 
 @TARGETS
 def test_a_chain_of_dot_products_that_are_the_same_for_all_lanes(target):
-    """One that varies may hang on it."""
+    """A product that differs among lanes may follow in the same chain."""
     data = np.random.default_rng(0).integers(0, 2**32, 96, np.uint32)
     got = warp("""ld.global.u32 %r2, [%rd2]; ld.global.u32 %r3, [%rd2+128]; dp4a.s32.s32 %r20, %r2, %r3, 7;
     dp4a.s32.s32 %r21, %r2, %r2, %r20; dp4a.s32.s32 %r22, %r3, %r3, %r21; dp4a.s32.s32 %r23, %r3, %r2, %r22;
