@@ -604,7 +604,7 @@ def test_products_are_functions(own_engine, product, approximate):
 
 
 def test_products_take_seven_arguments(own_engine):
-    """A kernel does not take them: it is refused with a sentence that lists the arguments."""
+    """A kernel is refused in a sentence, and so is a function of other arguments."""
     @cuda.jit
     def of_numba(y):
         pass
