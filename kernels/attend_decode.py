@@ -89,14 +89,14 @@ from kernels.rope import (QKV, QWEN3, QWEN35, angles_function, heads_of, load_fu
 
 WARPS = 8                # per block
 RESIDENT = 2             # blocks that an SM must hold: bounds the registers
-KEYS = PAGE // WARPS     # of a page, per warp
-UNITS = 64               # at most, of a sequence
-CHECK_ROWS = 8           # of an answer in a launch, at most: a warp makes the new key of each
+KEYS = PAGE // WARPS     # keys of a page per warp
+UNITS = 64               # most units of a sequence
+CHECK_ROWS = 8           # most rows of an answer in a launch: a warp computes the new key of each
 MAX_HEADS = WARPS        # of a block in a plain step
 DIMS = 8                 # of a lane, 4 words
-MANY_ANSWERS = 4         # from which on blocks of a check may take several rows each
-ALONE = 4                # query heads of a block, at most, with which warps may work alone
-ROUNDS = 2               # of such blocks on all SMs: so many there must be
+MANY_ANSWERS = 4         # with so many or more, a block of a check may take several rows
+ALONE = 4                # most query heads of a block with which its warps may work alone
+ROUNDS = 2               # least rounds on all SMs that blocks of several rows must fill
 MERGED = 16              # units whose results a thread loads at once when units are merged
 MERGED_SHAPE = MERGED, 4  # dims of a thread
 UNITS_EACH = UNITS // 32  # of a lane

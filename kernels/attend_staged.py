@@ -38,7 +38,7 @@ from kernels.intrinsics import (dp4a, exp, float_max, half2_high, half2_low, hfm
 from kernels.kv_formats import PAGE
 
 EVERY_LANE = 0xFFFFFFFF
-HEADS = 4                # that scores are made for at once: query heads of a block, at most
+HEADS = 4                # most query heads of a block: scores of all are computed at once
 MINUS_INFINITY = float("-inf")
 MINUS_ZEROS = 0x80008000     # two halves
 P_WORDS = HEADS * KEYS   # words of a warp: its keys' probabilities, [key][head], each in both halves

@@ -58,7 +58,7 @@ from kernels import quick_numba
 
 CACHE_DIR = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "qengine"
 
-n_compiled = 0                                  # kernels that this process has compiled; those found do not count
+n_compiled = 0                                  # kernels that this process has compiled, not found in the cache
 _lock = threading.RLock()                       # Numba compiles one kernel at a time
 _memory = {}                                    # (kernel, types, cc, folder) -> Compiled
 _functions = {}                                 # (digest, types, options) -> Numba's result for a device function

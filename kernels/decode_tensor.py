@@ -55,7 +55,7 @@ STAGE = CHAINS * BLOCK      # numbers of a row
 PITCH = 4 * (CHAINS + 4)    # bytes from the scales of a column of x to those of the next
 BUFFERS = 4
 ABSENT = 0xFFFFFFFF         # where columns past the last one would start: nobody reads what lies in their place
-OLDEST = 8, 0               # the architecture from which on there are these copies and `mma`
+OLDEST = 8, 0               # the first architecture that has these copies and this `mma`
 
 
 class Shape(NamedTuple):
@@ -573,8 +573,8 @@ SHAPES = {"64 x 8": Shape(4, 1, 2), "64 x 16": Shape(4, 2, 2), "64 x 32": Shape(
 
 # Shapes -> the time of a stage of a block of threads, in microseconds on an H100 whose SMs all have work.
 TIMES = {SHAPES["64 x 8"]: 0.96, SHAPES["64 x 16"]: 1.05, SHAPES["64 x 32"]: 1.2}
-LEAST, LEAST_OF_BYTES = 5, 25   # columns from which on these kernels are faster than dp4a's; the second for Q8_0
-FILLED = 0.75                   # and the share of SMs that must have a tile of 64 x 32
+LEAST, LEAST_OF_BYTES = 5, 25   # fewest columns for which these kernels are faster than dp4a's; the second: of Q8_0
+FILLED = 0.75                   # least share of SMs that must have a tile of 64 x 32
 
 
 def resident_blocks(format, shape):

@@ -53,7 +53,7 @@ from kernels.operands import Matrix, Quantized
 from kernels.swiglu import finish_unit
 
 WARPS = 8
-THREADS = 32 * WARPS  # that multiply
+THREADS = 32 * WARPS  # threads that multiply
 LOADERS = 4  # warps that bring w and x to shared memory
 LOADING = 32 * LOADERS
 CHAINS = 32

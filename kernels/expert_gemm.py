@@ -64,7 +64,7 @@ WIDTH = 4 * THREADS  # values of a row that a block of `combine` takes
 
 
 HEIGHTS = 16, 32, 64  # rows of tiles, shared by the warps of a block
-LOW = 16,             # of which these have a kernel of their own
+LOW = 16,             # heights that have a kernel of their own
 
 # The tiles of tensor cores. All warps have all rows of a tile, and so the same number of sixteens to make.
 TENSOR_SHAPE = Shape(4, 4, 1, 4, 3)

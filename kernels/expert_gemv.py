@@ -63,7 +63,7 @@ from kernels.q8_gemv import (H_OF_ONE, IN_PLANES, MAX_PLANES, TILE, Decoder, cop
 from kernels.records import Choice
 from kernels.swiglu import finish_unit, swiglu_quantize
 
-ROWS = 32               # of an expert that a block of threads of expert_gemv takes
+ROWS = 32               # rows of an expert for a block of threads of expert_gemv
 MAX_RANKS = 33          # experts of a row, with the shared one
 MAX_OUTPUTS = 32        # of a block of threads of expert_down
 RESULTS = MAX_RANKS * MAX_OUTPUTS

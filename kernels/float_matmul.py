@@ -155,7 +155,7 @@ class Shape(NamedTuple):
     down: int               # warps one below the other
     across: int             # warps side by side
     depth: int = GROUP      # elements of k in a buffer, a multiple of GROUP
-    lanes: int = 8          # of a warp side by side, a key of PLACES; the others are below them
+    lanes: int = 8          # lanes of a warp side by side, a key of PLACES; the other lanes are below them
     ahead: bool = True      # a thread loads the next 4 elements while it multiplies these
 
     @property

@@ -57,7 +57,7 @@ EVERY_LANE = 0xFFFFFFFF
 
 GROUP = 4                 # tokens
 RECORD = 12               # factors of a token
-OWN = RECORD + 1          # and one v: what a lane needs of its token
+OWN = RECORD + 1          # the factors of a lane's token and one value of v
 SUMS = 2 * 2 * GROUP      # of a lane: S^T k and S^T q, 2 columns, 4 tokens
 WARPS = 4                 # of a block; each copies one token of a group to shared memory
 WARP_COLUMNS = 8

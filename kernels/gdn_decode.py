@@ -68,7 +68,7 @@ from kernels.records import CHECK_ROWS, VECTORS, Pending, Places, Projected, Sta
 
 WARPS = 16
 THREADS = 32 * WARPS
-BLOCKS = 2             # that have room on an SM, by their registers
+BLOCKS = 2             # for so many an SM has registers
 ROWS = HEAD // WARPS   # key rows of a warp; a lane has 4 columns of each
 QKVZ = 4 * HEAD
 assert QKVZ == THREADS  # each thread makes one of these values
@@ -76,7 +76,7 @@ SUMS = 2 * WARPS * HEAD
 OUT = 2 * HEAD
 CONSTANTS = HEAD + 4     # shared: norm weights, then ssm_a and dt_bias
 RATE_OF_DECAY, BIAS = HEAD, HEAD + 1
-KEEP, RATE = 15, 14    # the warps that make these scalars of all rows; those before make the others
+KEEP, RATE = 15, 14    # warps that compute these scalars of all rows; lower warps compute the others
 K_NORM_AT, Q_NORM_AT, KQ_AT, KEEP_AT, RATE_AT, SCALARS = range(6)  # their places, and how many
 PENDING = CHECK_ROWS - 1
 K, D = 3, 4            # where a record has k and d, counted in vectors of 128; before them inputs of q, k and v

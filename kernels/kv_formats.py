@@ -401,7 +401,7 @@ def _code_functions(bits, head_dim):
     n_words, halves, pack = code.words(head_dim), _expander(bits), _packer(bits)
     n_raw = 2 if bits == 4 else 3                                       # words that a chunk takes: scales and codes
     lots = 4 if bits == 8 else 8                                        # lanes that share a word of codes
-    block_words = BLOCK // 8 if bits == 8 else code.words(BLOCK)        # from a word of a block to that of the next
+    block_words = BLOCK // 8 if bits == 8 else code.words(BLOCK)        # words from one block to the next
 
     @cuda.jit(device=True, forceinline=True)
     def word_of(chunk, part):

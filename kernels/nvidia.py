@@ -30,8 +30,8 @@ OLDEST = (7, 0)                                          # the first with half2 
 PCI_DEVICES = Path("/sys/bus/pci/devices")
 SUCCESS, NOT_READY = driver.CUresult.CUDA_SUCCESS, driver.CUresult.CUDA_ERROR_NOT_READY
 _prctl = getattr(ctypes.CDLL(None), "prctl", None) if sys.platform == "linux" else None
-POLL_SECONDS, POLL_SHARE = 10e-6, 1e-3                   # least pause between two queries; its share of the wait so far
-PR_SET_TIMERSLACK, TIMER_SLACK = 29, 1000                # Linux's name for it; ns that a sleep may take longer
+POLL_SECONDS, POLL_SHARE = 10e-6, 1e-3                   # pause between two queries: at least; as a share of the wait
+PR_SET_TIMERSLACK, TIMER_SLACK = 29, 1000                # Linux's option; nanoseconds that a sleep may be late
 STAGED = 128 << 10                                       # bytes: smaller pageable copies go through pinned memory
 
 

@@ -60,7 +60,7 @@ PAIRS = KEYS // 2
 KEY_SHARERS, VALUE_SHARERS = THREADS // KEYS, THREADS // PAIRS      # threads that carry a key, or two values, together
 LINE = PAIRS + 4         # words of a row of p and of v in shared memory
 MOST_DIM = 128
-LONGEST = 5              # of a chain of a score, in pieces of 8 dims
+LONGEST = 5              # longest chain of a score, in pieces of 8 dims
 EVERY_LANE = 0xFFFFFFFF
 
 

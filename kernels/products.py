@@ -41,10 +41,10 @@ from kernels.compile import CompileError
 from kernels.formats import FORMATS
 from kernels.operands import Matrix, Quantized
 
-N, K, ROWS = 4096, 4096, 2048                            # of the product that is measured
-TURNS, AHEAD = 8, 6                                      # of each kernel; launches before each that is timed
+N, K, ROWS = 4096, 4096, 2048                            # sizes of the product that is measured
+TURNS, AHEAD = 8, 6                                      # turns of each kernel; launches before the timed one
 COMPARED = 64                                            # rows at each end of the product whose bits are compared
-FILE_FORMAT = 1                                          # of what is kept
+FILE_FORMAT = 1                                          # of the file in which measurements are kept
 
 
 class Times(NamedTuple):

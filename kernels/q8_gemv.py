@@ -68,10 +68,10 @@ from kernels.operands import Matrix, Quantized
 from kernels.quantize import block_scale, quantize_word
 from kernels.swiglu import finish_unit, swiglu_quantize
 
-MAX_COLUMNS = 16  # of one launch
-FEW_WARPS = 16  # of a block of threads, where there is a row or less for each of them
-LONG = 8  # tiles of a row from which 3 and 4 columns get two rows in place of four, if there are few rows
-WIDE_ROWS = 256  # from so many rows per SM on, a warp takes 8 columns: four groups of 4 rows for each of 16 warps
+MAX_COLUMNS = 16  # most columns of one launch
+FEW_WARPS = 16  # warps of a block of threads, if there is at most one row for each of them
+LONG = 8  # with so many tiles of a row or more, 3 and 4 columns get two rows instead of four, if rows are few
+WIDE_ROWS = 256  # with so many rows per SM or more, a warp takes 8 columns: 16 warps then have 4 groups of 4 rows
 MAX_FUSED = 16384  # longest column whose norm is computed inside the product
 MAX_PLANES = 20480  # longest column in planes; `down` of a 27B has 17,408 values
 TILE = 32  # blocks of a row that a warp multiplies at once, and chains of the tree

@@ -25,7 +25,7 @@ from numba.cuda.target import CUDATypingContext
 _defaults = {}                                  # class of options -> name -> value
 _signatures = {}                                # (function, ..., types of arguments, options) -> signature of the call
 _sizes = {}                                     # (type in LLVM's words, layout of the target) -> bytes
-MOST_SIGNATURES = 100_000                       # that are kept: a literal in each new kernel makes new ones
+MOST_SIGNATURES = 100_000                       # kept at most: each literal of a new kernel adds one
 
 
 def _values(options):

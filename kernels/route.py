@@ -64,7 +64,7 @@ from kernels.sample import key_value, order_key
 from kernels.synthetic import bits_reference, random_bits
 
 MOST_EXPERTS = 512
-MOST_USED = 16            # so that the keys that `finder` keeps get fewer each time
+MOST_USED = 16            # so that `finder` keeps fewer keys each time
 WARPS = 4                 # warps of a block that choose, each for a row
 MOST_K = 8192             # values that a block of norm_route keeps of its rows of x in shared memory
 MOST_ROWS = 4             # rows of x of such a block
