@@ -219,13 +219,13 @@ def budget_of(conversation: Conversation, template: ChatTemplate) -> dict:
 
 
 def rules_of(rules: Rules, form, conversation: Conversation) -> dict:
-    """What an answer must obey, as arguments of Request. Raises RequestError for a shape or a schema that cannot be
-    enforced, or only by too long a grammar, where the request demands it: as the form of the text, of a required call,
-    or of a strict tool."""
+    """What an answer must obey, as arguments of Request. Raises RequestError if the request demands a shape or a schema
+    (as the form of the text, of a required call, or of a strict tool) that cannot be enforced, or only by a grammar
+    that is too long."""
     toolbox, shape = conversation.toolbox, conversation.shape
     if conversation.continued and (shape or toolbox and toolbox.must):
         field = shape.field if shape else "tool_choice"
-        raise RequestError(field, f"'{field}' rules whole answers, and the last message begins this one")
+        raise RequestError(field, f"'{field}' needs a whole answer, and the last message has already begun it")
     ruled = text_rules(rules, shape)
     if toolbox is None:
         return ruled
