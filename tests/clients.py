@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import http.client
 import json
-import time
 
 import openai
 
@@ -12,6 +11,7 @@ from api.http import serving as http_server
 from api.service import create_app
 from engine.pooling import PoolingEngine
 from engine.text_engine import TextEngine
+from tests.until import PATIENCE
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 HI = {"role": "user", "content": "hi"}
@@ -67,7 +67,7 @@ def scripted_clients(engine, kind, async_kind, path="/v1"):
 
 def send(port, method, path, body=None):
     """One HTTP request, its body an object or raw bytes; gives (status, headers, decoded answer)."""
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE)
     data = body if isinstance(body, bytes | None) else json.dumps(body).encode()
     connection.request(method, path, data, {"Content-Type": "application/json"})
     answer = connection.getresponse()
@@ -83,10 +83,3 @@ def assert_error(answer, status, param=None):
     assert param is None or error["param"].split("[")[0] == param       # "messages[0].content", say
     assert error["message"] and "\n" not in error["message"]
     assert headers["Content-Type"] == "application/json"
-
-
-def wait_until(condition, seconds=10):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "waited in vain"
-        time.sleep(0.01)

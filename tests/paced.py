@@ -27,18 +27,24 @@ class PacedEngine(ScriptedEngine):
     def _write(self, generation):
         request = generation.request
         prompt = self.tokenizer.decode(request.prompt_ids, special=True)
-        end, error = time.monotonic() + self.delay, None
+        began, error = time.monotonic(), None
         try:
             text = self.script(prompt) if callable(self.script) else self.script
+            self._read(generation, began)
+            end = time.monotonic()
             for n, token in enumerate([*self.tokenizer.encode(text), END], start=1):
                 while time.monotonic() < end and not generation.cancelled:
                     time.sleep(0.002)
-                    if self.is_reading and n == 1:
-                        left = max(end - time.monotonic(), 0) / self.delay
-                        generation.n_read = int(generation.n_prompt * (1 - left))
                 end = max(end + self.pace, time.monotonic())        # after a stall it does not catch up
                 if generation.cancelled or generation.push(token, end_of(request, token, n)):
                     break
         except EngineStopped as failure:        # raised by a script
             error = failure
         generation.close(error)
+
+    def _read(self, generation, began):
+        """Until the delay is over, which a test may shorten meanwhile."""
+        while not generation.cancelled and (passed := time.monotonic() - began) < (delay := self.delay):
+            if self.is_reading:
+                generation.n_read = int(generation.n_prompt * passed / delay)
+            time.sleep(0.002)

@@ -7,8 +7,8 @@ import time
 import uuid
 
 from engine.served import Facts
-from tests.clients import wait_until
 from tests.scripted import ScriptedEngine, ScriptedPooling
+from tests.until import wait_until
 
 
 @contextlib.contextmanager

@@ -31,6 +31,7 @@ from kernels.emulated import card as emulated
 from kernels.emulated.card import EmulatedCard
 from tests.oracle import DATA
 from tests.tiny import ROOT
+from tests.until import PATIENCE, wait_until
 
 MODEL, TINY = "synthetic:tiny", str(DATA / "tiny-Q8_0.gguf")        # 4 layers, and 3
 CONTEXT, SLOTS, VOCABULARY = 512, 4, 256
@@ -208,7 +209,7 @@ def test_cards_work_at_the_same_time(asked, n_ahead, monkeypatch):
         for generation in generations:
             next(iter(generation))
         engine.cards[1].default_stream.push(gate.wait)
-    until(lambda: len(sent) - len(done) == n_ahead)
+    wait_until(lambda: len(sent) - len(done) == n_ahead)
     time.sleep(0.1)
     assert len(sent) - len(done) == n_ahead
     gate.set()
@@ -216,13 +217,6 @@ def test_cards_work_at_the_same_time(asked, n_ahead, monkeypatch):
         generation.wait()
         assert generation.n_generated == generation.request.max_tokens
     engine.close()
-
-
-def until(condition, seconds=20):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it does not come to that"
-        time.sleep(0.01)
 
 
 # ---- cards that fail ---------------------------------------------------------------------------------------
@@ -271,7 +265,7 @@ def impatient(fault, monkeypatch):
             yield
 
     GATE.clear()
-    monkeypatch.setattr(worker, "DEADLINE", 10.0)
+    monkeypatch.setattr(worker, "DEADLINE", 30.0)
     yield impatient
     GATE.set()
 
@@ -297,7 +291,7 @@ def test_a_card_that_fails_is_named(fault, impatient):
         assert failures(engine, 1) == [engine.reason]
         assert engine.fault.card == bad.name and before <= engine.fault.since <= time.time()
     with ThreadPoolExecutor() as pool:
-        assert max(pool.map(seconds_to_close, engines)) < 5
+        assert max(pool.map(seconds_to_close, engines)) < worker.DEADLINE / 2
 
 
 def seconds_to_close(engine):
@@ -353,22 +347,25 @@ def test_a_slow_card_is_not_at_fault(monkeypatch, alone):
 
 
 STOPPED = """
-import os, subprocess, time
+import os, signal, subprocess, time
 from engine import worker
 from kernels.emulated.card import EmulatedCard
 
+def stop():
+    subprocess.Popen(["sh", "-c", f"sleep 2.5; kill -CONT {os.getpid()}"])
+    os.kill(os.getpid(), signal.SIGSTOP)
+    time.sleep(0.3)
+
 worker.DEADLINE = 1.5
-task = worker.Worker(EmulatedCard()).post(lambda: [time.sleep(0.01) for _ in range(40)])
-subprocess.Popen(["sh", "-c", f"sleep 0.1; kill -STOP {os.getpid()}; sleep 2.5; kill -CONT {os.getpid()}"])
 started = time.monotonic()
-task.result()
+worker.Worker(EmulatedCard()).post(stop).result()
 assert time.monotonic() - started > 2
 """
 
 
 def test_a_process_that_was_stopped_blames_no_card():
     """Ctrl-Z, a debugger, a paused machine."""
-    subprocess.run([sys.executable, "-c", STOPPED], cwd=ROOT, check=True, timeout=60, start_new_session=True)
+    subprocess.run([sys.executable, "-c", STOPPED], cwd=ROOT, check=True, timeout=PATIENCE, start_new_session=True)
 
 
 def test_a_fault_is_noticed_while_nobody_waits():
@@ -376,7 +373,7 @@ def test_a_fault_is_noticed_while_nobody_waits():
     breaks(engine.cards[1])
     with pytest.raises(CardError):
         engine.evaluate([1, 2, 3])
-    engine.scheduler.thread.join(10)
+    engine.scheduler.thread.join(PATIENCE)
     assert engine.fault.card == engine.cards[1].name and "division by zero" in engine.reason
 
 
@@ -389,7 +386,7 @@ def served(engine, *options):
 def stop(engine):
     """Wait for the end of an engine that has failed."""
     assert failures(engine, 1) == [engine.reason]
-    engine.scheduler.thread.join(10)
+    engine.scheduler.thread.join(PATIENCE)
 
 
 def test_a_server_goes_on_with_cards_that_were_idle(monkeypatch, capsys):
@@ -409,9 +406,9 @@ def test_a_server_goes_on_with_cards_that_were_idle(monkeypatch, capsys):
 def test_a_server_goes_on_though_another_card_fails_meanwhile(second, monkeypatch, capsys):
     """In between, clients and /health hear that it loads."""
     GATE.clear()
-    monkeypatch.setattr(worker, "DEADLINE", 1.5)
     three, heard = cards(3), []
     options, app = served(load((1, 2, 1), on=three))
+    monkeypatch.setattr(worker, "DEADLINE", 3.0)
     service, client = app.extensions["qengine"], app.test_client()
     breaks(three[0])
     stop(service.engine)
@@ -434,14 +431,14 @@ def test_a_server_goes_on_though_another_card_fails_meanwhile(second, monkeypatc
 
 def test_a_card_that_hangs_while_it_loads_is_named(monkeypatch):
     GATE.clear()
-    monkeypatch.setattr(worker, "DEADLINE", 1.0)
+    monkeypatch.setattr(worker, "DEADLINE", 3.0)
     two = cards(2)
     two[1]._upload_now = lambda *_: GATE.wait()
-    with pytest.raises(NoAnswer, match=f"^{two[1].name} has not answered for 1 s$") as raised:
+    with pytest.raises(NoAnswer, match=f"^{two[1].name} has not answered for 3 s$") as raised:
         load((2, 2), on=two)
     assert raised.value.card is two[1] and two[1].hangs and not two[0].hangs
     GATE.set()
-    until(lambda: not workers_of(two))
+    wait_until(lambda: not workers_of(two))
 
 
 def test_where_no_card_is_at_fault_none_is_given_up(capsys):
@@ -550,7 +547,7 @@ def test_an_engine_that_is_closed_leaves_no_thread():
     told(engine.submit(request(1, 10)))
     engine.close()
     for stage in engine.pipeline.stages:
-        stage.worker.join(5)
+        stage.worker.join(PATIENCE)
         assert not stage.worker.is_alive()
     with pytest.raises(CardError, match="was closed"):
         engine.pipeline.settle()

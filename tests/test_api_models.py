@@ -3,9 +3,10 @@
 import openai
 import pytest
 
-from tests.clients import CHAT, HI, TEXT, app_of, official_client, serving, wait_until
+from tests.clients import CHAT, HI, TEXT, app_of, official_client, serving
 from tests.paced import PacedEngine
 from tests.scripted import ScriptedEngine
+from tests.until import PATIENCE, wait_until
 
 SECRET = "the launch code is 0000"
 
@@ -45,7 +46,7 @@ def test_what_clients_of_llama_cpp_ask(engine):
 @pytest.mark.parametrize("log_prompts", [False, True])
 def test_slots(log_prompts):
     """Each shows how far its request is; what the request says is shown only with --log-prompts."""
-    engine = PacedEngine("a b c d e f g h", pace=0.5)
+    engine = PacedEngine("a b c d e f g h", pace=PATIENCE)
     app = app_of(engine, log_prompts=log_prompts)
     web = app.test_client()
     assert [slot["is_processing"] for slot in web.get("/slots").json] == [False, False]

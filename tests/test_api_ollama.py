@@ -18,6 +18,7 @@ from tests.calls import WEATHER, XML
 from tests.clients import app_of, send, serving
 from tests.paced import PacedEngine
 from tests.scripted import ScriptedEngine, obeys, shipped
+from tests.until import PATIENCE
 
 HI = [{"role": "user", "content": "Hi"}]
 INPUT = {"city": 'S\u00e3o "Paulo"', "days": 3}
@@ -257,8 +258,11 @@ def test_errors_reach_the_client(scripted):
 def test_a_silent_stream_says_that_it_lives(monkeypatch):
     """By lines that say nothing: Ollama's clients read every line as an object."""
     monkeypatch.setattr(streams, "SILENCE_SECONDS", 0.02)
-    with serving(app_of(PacedEngine("Hello.", delay=0.3))) as (port, _):
-        lines = list(ollama.Client(f"http://127.0.0.1:{port}").chat("m", HI, stream=True))
+    with serving(app_of(engine := PacedEngine("Hello.", delay=PATIENCE))) as (port, _):
+        lines = []
+        for line in ollama.Client(f"http://127.0.0.1:{port}").chat("m", HI, stream=True):
+            lines.append(line)
+            engine.delay = 0.1 if len(lines) > 5 else PATIENCE
     assert len(lines) > 5 and joined(lines).message.content == "Hello."
 
 

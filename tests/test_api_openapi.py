@@ -16,6 +16,7 @@ from api.openapi import ENDPOINTS, document, operation, published
 from engine.request import RequestError
 from tests.clients import app_of
 from tests.scripted import ScriptedEngine, ScriptedPooling
+from tests.until import PATIENCE
 
 
 @functools.cache
@@ -33,7 +34,7 @@ settings = functools.partial(
 
 
 @schema.parametrize()
-@settings(max_examples=8, deadline=20_000)
+@settings(max_examples=8, deadline=1000 * PATIENCE)
 def test_requests_made_up_from_the_document(case):
     """No error of the server's; what the document forbids is refused. What it allows may be refused, too: no document
     says what a template takes, or a grammar. A path like /v1/responses/input_tokens is also one of

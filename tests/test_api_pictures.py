@@ -24,13 +24,14 @@ from engine.prefix import PAGE_TOKENS
 from engine.request import RequestError
 from engine.sight import BLIND
 from engine.template import ChatTemplate
-from tests.clients import CHAT, app_of, send, serving, wait_until
+from tests.clients import CHAT, app_of, send, serving
 from tests.longest_wait import LongestWait
 from tests.oracle import oracle_npz
 from tests.pictures import file_of, scene
 from tests.scripted import ScriptedEngine
 from tests.test_body import SECONDS
 from tests.test_sight import Golden, load_seeing, tokens_of
+from tests.until import PATIENCE, wait_until
 
 SHOWN = f"<|vision_start|>{PAD}<|vision_end|>"
 PATHS = {"/v1/chat/completions", "/v1/messages", "/v1/messages/count_tokens", "/v1/responses",
@@ -314,11 +315,11 @@ def test_a_client_that_hangs_up_while_its_pictures_are_read(path):
     engine, sent = ScriptedEngine("Seen.", sees=True), many_large(30)
     sent = sent if path == CHAT else {"messages": sent["messages"]}
     with serving(app_of(engine)) as (port, service), contextlib.closing(engine.eyes) as eyes:
-        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE)
         connection.request("POST", path, json.dumps(sent), {"Content-Type": "application/json"})
         wait_until(lambda: any(eyes._n_calls.values()))
         connection.close()
-        wait_until(lambda: not service.n_entering and not any(eyes._n_calls.values()), 5)
+        wait_until(lambda: not service.n_entering and not any(eyes._n_calls.values()))
         assert not engine.requests
         wait_until(lambda: not service.pictures.held)
 
@@ -343,7 +344,7 @@ def test_pixels_of_waiting_requests_are_bounded(monkeypatch):
     other clients are told so. A client that shows the same picture as another one adds nothing."""
     monkeypatch.setattr(pictures, "MAX_HELD", 3 * Picture.of(scene(256, 256)).pixels.nbytes)
     go_on, answers = threading.Event(), []
-    engine = ScriptedEngine(lambda prompt: "Seen." if go_on.wait(30) else "", sees=True)
+    engine = ScriptedEngine(lambda prompt: "Seen." if go_on.wait(PATIENCE) else "", sees=True)
     with serving(app_of(engine, max_requests=40)) as (port, service), contextlib.closing(engine.eyes):
         def ask(file):
             body = image_url(url_of(file))[1] | {"max_tokens": 9, "n": 2}
@@ -399,7 +400,7 @@ def test_pixels_are_let_go_however_a_request_ends(path, others, status, stream, 
     kept, counts = server[2].pictures, []
     monkeypatch.setattr(kept, "hold", lambda *given: (Pictures.hold(kept, *given), counts.append(len(kept.held)))[0])
     sent = image_url(url_of(A))[1] | others | ({"stream": True} if stream and path == CHAT else {})
-    connection = http.client.HTTPConnection("127.0.0.1", server[1], timeout=30)
+    connection = http.client.HTTPConnection("127.0.0.1", server[1], timeout=PATIENCE)
     with contextlib.closing(connection):
         connection.request("POST", path, json.dumps(sent), {"Content-Type": "application/json"})
         answer = connection.getresponse()

@@ -334,14 +334,14 @@ def big_tools(kind):
 @pytest.mark.parametrize("kind", ["shared definitions", "references that multiply", "patterns", "many tools"])
 def test_schemas_far_too_large(form, kind):
     """Free calls, or a refusal that says so, in the time that a request may take."""
-    tools, start = big_tools(kind), time.process_time()
+    tools, start = big_tools(kind), time.thread_time()
     conversation = [Conversation([], None, Toolbox([], tools, must)) for must in (False, True)]
     rules = Rules(shipped().tokenizer.tags, "content")
     if rules_of(rules, form, conversation[0]) == {}:
         with pytest.raises(RequestError, match="letters") as caught:
             rules_of(rules, form, conversation[1])
         assert caught.value.field == "tools"
-    assert time.process_time() - start < 10         # with other work beside
+    assert time.thread_time() - start < 10
 
 
 def meeting(*patterns):
@@ -365,13 +365,13 @@ TOO_MUCH_MEETS = {
 @pytest.mark.parametrize("name", TOO_MUCH_MEETS)
 def test_too_many_patterns_that_meet_are_refused_at_once(name):
     """llguidance would take minutes and gigabytes for most of them."""
-    start = time.process_time()
+    start = time.thread_time()
     with pytest.raises(GrammarError, match="too many"):
         json_rules(TOO_MUCH_MEETS[name])
     assert rules_of(Rules(shipped().tokenizer.tags, "content"), XMLCall, Conversation(
         [], None, Toolbox([], [Tool("f", {"properties": {"a": TOO_MUCH_MEETS[name] | {"type": ["object", "array"]}}})],
                           must=False))) == {}
-    assert time.process_time() - start < 1
+    assert time.thread_time() - start < 5
 
 
 def test_patterns_that_meet():

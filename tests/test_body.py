@@ -15,7 +15,7 @@ from engine.request import RequestError
 from tests.longest_wait import LongestWait
 from tests.schemas import random_schema
 
-SECONDS = 0.2               # that a body may keep other threads waiting; 0.1 on a quiet machine, and 1.2 without limits
+SECONDS = 0.4               # of work while other threads wait; 0.1 where this was written, and 1.2 without limits
 
 
 def filled(part: str, before='{"a":[', after="0]}", n=None) -> bytes:
@@ -67,14 +67,15 @@ def loaded():
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_no_body_keeps_other_threads_waiting(name, loaded):
-    """Where the machine has something else to do, other threads wait for that, too: so the shortest of five counts."""
+    """Where the machine has something else to do, other threads wait for that, too. So the work counts that was done
+    meanwhile, and the least of five times."""
     data, reason = HOSTILE[name]
     waits = []
     for _ in range(5):
         parsed = None
         with LongestWait() as wait, pytest.raises(RequestError, match=reason) if reason else contextlib.nullcontext():
             parsed = parse_body(data)
-        waits.append(wait.longest)
+        waits.append(wait.work)
     assert min(waits) < SECONDS
     assert reason or parsed == json.loads(data)
 

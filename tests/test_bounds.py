@@ -11,9 +11,10 @@ from api import chat
 from api.errors import MAX_BODY
 from api.plain import BLOCK, MAX_BYTES, MAX_IDS, MAX_PIECES
 from engine import tokenizer as tokens
-from engine.template import SECONDS, ChatTemplate
-from tests.clients import CHAT, HI, app_of, assert_error, wait_until
+from engine.template import ChatTemplate
+from tests.clients import CHAT, HI, app_of, assert_error
 from tests.scripted import ScriptedEngine, shipped
+from tests.until import PATIENCE, wait_until
 
 MESSAGES, OLLAMA = "/v1/messages", "/api/chat"
 
@@ -72,9 +73,9 @@ def test_long_texts_are_encoded_one_at_a_time(monkeypatch):
     thread = threading.Thread(target=encode)
     with lock:
         thread.start()
-        assert started.wait(20) and not ended.wait(0.2)
+        assert started.wait(PATIENCE) and not ended.wait(0.2)
         assert tokenizer.encode("7" * 99)
-    thread.join(20)
+    thread.join()
     assert ended.is_set()
     tracemalloc.start()
     tokenizer.encode("7" * MAX_BYTES)
@@ -150,8 +151,9 @@ def test_the_time_of_the_template_counts(path, body, monkeypatch):
     assert answer.status_code == 200 and 0 < generation.deadline - generation.started < 59.6
 
 
-def test_closing_the_server_does_not_wait_for_a_template():
+def test_closing_the_server_does_not_wait_for_a_template(monkeypatch):
     """It would take as long as templates may, and then the time of the requests that wait for it."""
+    monkeypatch.setattr("engine.template.SECONDS", 2 * PATIENCE)
     client = app_of(ScriptedEngine("Hi.", ChatTemplate(HANGS)))
     service, answers = client.extensions["qengine"], []
 
@@ -162,7 +164,7 @@ def test_closing_the_server_does_not_wait_for_a_template():
     for thread in threads:
         thread.start()
     wait_until(lambda: service.n_entering >= 4)
-    assert service.close(timeout=SECONDS - 2)
+    assert service.close(timeout=PATIENCE)
     for thread in threads:
-        thread.join(20)
+        thread.join()
     assert answers == [503] * 4             # the requests are sound: another server may answer them

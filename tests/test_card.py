@@ -17,6 +17,7 @@ from kernels.emulated.card import EmulatedCard
 from kernels.emulated.ptx import Unsupported
 from kernels.open import open_cards
 from tests.card_cases import CASES, N, add_scaled, numbers, spin
+from tests.until import PATIENCE, wait_until
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
@@ -209,10 +210,7 @@ def test_waiter_returns_when_its_position_is_reached():
     b.wait(a.record())
     time.sleep(0.05)
     go.set()
-    end = time.monotonic() + 20
-    while (a.done, b.done) != (2, 3) and time.monotonic() < end:
-        time.sleep(0.01)
-    assert (a.done, b.done) == (2, 3)
+    wait_until(lambda: (a.done, b.done) == (2, 3))
 
 
 def test_late_card_follows_chains_of_events():
@@ -259,16 +257,17 @@ def test_random_streams_keep_every_order_that_events_force(late):
 
 
 def test_link_speed():
-    card = EmulatedCard(link_gbs=0.02)
+    card, may_go_on = EmulatedCard(link_gbs=0.02), threading.Event()
     host = np.zeros(1_000_000, np.int8)
     start = time.perf_counter()
     x = card.upload(host)
     card.download(x)
-    assert 0.1 <= time.perf_counter() - start < 1
-    start = time.perf_counter()
+    assert time.perf_counter() - start >= 0.1
     pinned = card.pinned(1_000_000, "int8")
-    card.copy_in(x, pinned)
-    assert time.perf_counter() - start < 0.04            # the host goes on while the copy is under way
+    card.default_stream.push(lambda: may_go_on.wait(PATIENCE))
+    card.copy_in(x, pinned)                              # the host goes on before the copy has begun
+    start = time.perf_counter()
+    may_go_on.set()
     card.synchronize()
     assert time.perf_counter() - start >= 0.05
 
@@ -342,11 +341,7 @@ def test_worker_lets_the_card_go():
     worker = card.default_stream._worker
     assert worker.is_alive()
     del card
-    end = time.monotonic() + 10
-    while worker.is_alive() and time.monotonic() < end:  # the worker itself may hold the stream for a moment
-        gc.collect()
-        worker.join(timeout=0.1)
-    assert not worker.is_alive()
+    wait_until(lambda: gc.collect() >= 0 and not worker.is_alive())     # it may hold the stream for a moment itself
 
 
 def test_launch_is_cheap():
@@ -355,9 +350,9 @@ def test_launch_is_cheap():
     card.launch(add_scaled, 8, 128, x, y, N, 1.0)
 
     def microseconds():
-        start = time.perf_counter()
+        start = time.thread_time()                       # which other work on the machine does not stretch
         for _ in range(200):
             card.launch(add_scaled, 8, 128, x, y, N, 1.0)
-        return (time.perf_counter() - start) / 200 * 1e6
+        return (time.thread_time() - start) / 200 * 1e6
 
     assert min(microseconds() for _ in range(5)) < 500   # a guard against compiling again, not a benchmark

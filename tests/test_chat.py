@@ -30,8 +30,9 @@ from cli.terminal import ShownAnswer, Wrapped, answer_writer, append_history, re
 from engine.request import Answer, Delta, Request, RequestError, deltas_of
 from engine.tokenizer import ByteTokenizer
 from tests.paced import PacedEngine
-from tests.test_cli import GREEDY, PATIENCE, loaded, run  # noqa: F401  a fixture
+from tests.test_cli import GREEDY, loaded, run  # noqa: F401  a fixture
 from tests.tiny import MODEL, ROOT, tiny_engine
+from tests.until import PATIENCE
 
 PROMPT, UP, ENTER = re.escape("\x1b[1m> \x1b[0m"), "\x1b[A", "\r"
 COLUMNS = 60
@@ -125,7 +126,7 @@ def test_pasted_lines_are_a_message_however_they_begin(monkeypatch):
 
 
 def test_a_message_that_is_stopped_while_it_is_read_is_taken_back(capsys, monkeypatch):
-    engine = PacedEngine("An answer.", delay=30)
+    engine = PacedEngine("An answer.", delay=PATIENCE)
     chat = Chat(engine, {}, Wishes(None, {}))
     chat.waiting = shown = ["a picture"]
     monkeypatch.setattr("cli.chat.message_of", lambda text, pictures: {"role": "user", "content": text})
@@ -176,9 +177,16 @@ def press_ctrl_c(monkeypatch, engine, after):
 
 
 def test_a_line_says_how_far_a_prompt_is_read(monkeypatch):
-    monkeypatch.setattr(sys, "stderr", Terminal())
+    engine = PacedEngine("An answer.", delay=60, is_reading=True)
+
+    class Shown(Terminal):
+        def write(self, text):
+            if self.getvalue().count("reading") > 1:
+                engine.delay = 0.1
+            return super().write(text)
+
+    monkeypatch.setattr(sys, "stderr", Shown())
     monkeypatch.setattr(sys, "stdout", Terminal())
-    engine = PacedEngine("An answer.", delay=1.0, is_reading=True)
     print_answer(engine, Request([1] * 1500))
     lines = re.findall(r"reading ([\d,]+) of 1,500 tokens", sys.stderr.getvalue())
     read = [int(n.replace(",", "")) for n in lines]

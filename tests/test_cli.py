@@ -27,10 +27,10 @@ from engine.plan import LONGEST_CTX
 from engine.request import Delta, EngineStopped, Generation
 from kernels.emulated.card import EmulatedCard
 from tests.tiny import CONTEXT, MODEL, ROOT, tiny_engine
+from tests.until import PATIENCE
 
 GREEDY = ["--temperature", "0"]
 PLAIN = ["--thinking", "off"]         # the answer is no thought, which would go to stderr
-PATIENCE = 300              # seconds for a process; where nothing is cached yet it compiles its kernels first
 
 
 @pytest.fixture
@@ -509,13 +509,16 @@ def serve(*arguments, ctx=CONTEXT):
 def test_the_end_of_a_server_tells_its_clients(signals, arguments, code):
     """At once at Ctrl-C and at a second signal, and otherwise after --drain."""
     process, _, stream = serve(*arguments, ctx=20_000)
-    for number in signals:
+    process.send_signal(signals[0])
+    said = ""
+    while signals[0] != signal.SIGINT and "draining: 1 running" not in said:
+        said += process.stderr.readline() or pytest.fail(f"ended after {said!r}")
+    for number in signals[1:]:
         process.send_signal(number)
-        time.sleep(0.5)
     assert b"cancelled" in stream.read()            # told, not cut off
     out, err = process.communicate(timeout=PATIENCE)
-    assert (process.returncode, out) == (code, "") and "Traceback" not in err
-    assert ("draining: 1 running" in err) == (signals != [signal.SIGINT])
+    assert (process.returncode, out) == (code, "") and "Traceback" not in said + err
+    assert "draining" not in err
 
 
 def test_what_lives_as_long_as_an_engine_is_left_out_of_collections(monkeypatch):

@@ -27,6 +27,7 @@ from kernels.assembler import assemble
 from kernels.compile import CompileError, cache_key, compile_kernel
 from tests.kernels_to_compile import (HALF_SIGNATURE, OLDEST, SEVERAL, SIGNATURE, calls_device_function, half_sum,
                                       multiply_add)
+from tests.until import PATIENCE
 
 ROOT = Path(__file__).parents[1]
 SM = "sm_%d%d" % OLDEST
@@ -274,7 +275,7 @@ def test_quick_numba_gives_the_ptx_of_numba(tmp_path):
     """Each in a process of its own, since Numba remembers device functions."""
     running = [subprocess.Popen([sys.executable, "-c", PLAIN_NUMBA, str(tmp_path / str(len(more))), *more], cwd=ROOT,
                                 stdout=subprocess.PIPE, text=True) for more in ([], ["plain"])]
-    quick, plain = (process.communicate(timeout=120)[0].split() for process in running)
+    quick, plain = (process.communicate(timeout=PATIENCE)[0].split() for process in running)
     assert len(quick) == len(SEVERAL) == len(set(quick)) and quick == plain
 
 
@@ -522,7 +523,7 @@ def in_processes(folder, seeds, **environment):
     running = [subprocess.Popen([sys.executable, "-c", PROCESS, str(folder)], cwd=ROOT, text=True,
                                 stdout=subprocess.PIPE, env=os.environ | environment | {"PYTHONHASHSEED": seed})
                for seed in seeds]
-    outputs = [process.communicate(timeout=120)[0] for process in running]
+    outputs = [process.communicate(timeout=PATIENCE)[0] for process in running]
     assert all(process.returncode == 0 for process in running)
     return [int(output) for output in outputs]
 
@@ -589,7 +590,7 @@ def test_checkouts_share_one_cache(tmp_path):
         (root / "kernels" / "changed.py").write_text(OVERRUN.replace("float16(2)", f"float16({factor})"))
         before = set(cache.rglob("*.*"))
         run = subprocess.run([python, "-c", CHECKOUT, str(cache)], cwd=root, text=True, capture_output=True,
-                             timeout=120)
+                             timeout=PATIENCE)
         assert run.returncode == 0, run.stderr
         *message, n_compiled, last = run.stdout.splitlines()
         assert f"overrun ({root / 'kernels' / 'overrun.py'}, line 14), block (0, 0, 0), thread (7, 0, 0)" in message[0]

@@ -27,6 +27,8 @@ from kernels.emulated import native
 from kernels.emulated.card import EmulatedCard
 from tests.costs import costs_of, costs_of_27b, costs_of_square, passes_of, work_of
 from tests.models import CHUNK, CONTEXT, SLOTS, TINY, load_tiny
+from tests.own_card import own_card
+from tests.until import PATIENCE, wait_until
 
 LONG = 600                  # a prompt of ten chunks
 
@@ -189,7 +191,7 @@ def test_steps_go_on_while_results_are_copied(grouped):
     for step in range(5):
         pipeline.step(qengine.StepShape(1), step % 2)
         ends.append(pipeline.last.worker.ask(card.default_stream.record).result())
-    went_on = ends[3].wait(20), ends[4].wait(0.5)
+    went_on = ends[3].wait(PATIENCE), ends[4].wait(0.5)
     gate.set()
     engine.close()
     assert went_on == (True, False)
@@ -507,12 +509,19 @@ def poison(engine):
 
 def test_evaluate_while_requests_run(engine):
     ids, running = request(4, n_prompt=150).prompt_ids, request(5, max_tokens=400)
-    logits, want = engine.evaluate(ids), alone(engine, running)
-    generation = engine.submit(running)
-    next(iter(generation))
-    np.testing.assert_array_equal(engine.evaluate(ids), logits)
-    assert generation.n_generated < 200         # it did not wait for the answer's end
-    assert want[1:] == tokens(generation)
+    logits, want, is_seen = engine.evaluate(ids), alone(engine, running), threading.Event()
+
+    def held(n, *arguments):        # the answer is not over before the evaluation begins, nor before it is looked at
+        if n > 100:
+            wait_until(lambda: engine.scheduler.guests or is_seen.is_set())
+
+    with observed(engine, step=held):
+        generation = engine.submit(running)
+        next(iter(generation))
+        np.testing.assert_array_equal(engine.evaluate(ids), logits)
+        assert generation.n_generated < 200         # it did not wait for the answer's end
+        is_seen.set()
+        assert want[1:] == tokens(generation)
     assert_idle(engine)
 
 
@@ -804,8 +813,9 @@ def test_memory_that_suffices_for_fewer_pages(engine):
 
 
 def test_a_context_larger_than_the_memory(card):
+    card = own_card(card)
     gc.collect()
-    before = dict(card.allocations)     # not free_bytes: the card has other users
+    before = dict(card.allocations)     # not free_bytes: a real card has other users
     with pytest.raises(OutOfMemory, match=r"too much\nit would with --ctx"):
         load_tiny(card, ctx=LONGEST_CTX)
     gc.collect()

@@ -178,20 +178,22 @@ def held_back(monkeypatch, card, deadline):
 
 
 def test_a_late_host_is_reported_and_nothing_passes_for_right(card, monkeypatch):
-    with held_back(monkeypatch, card, 0.2) as (trial, gate):
+    with held_back(monkeypatch, card, 0.5) as (trial, gate):
         experts, start = trial.experts, time.monotonic()
         assert np.isnan(trial.run()).all()
-        assert 0.2 <= time.monotonic() - start < 3
-        with pytest.raises(ExpertsMissing, match="did not compute the experts of layer 0: no answer within 0.2 s"):
+        assert 0.5 <= time.monotonic() - start < DEADLINE
+        with pytest.raises(ExpertsMissing, match="did not compute the experts of layer 0: no answer within 0.5 s"):
             experts.check()
         start = time.monotonic()
         for share in (0, 1) * 10:                               # steps that were queued already wait for nothing
             trial.draw(np.random.default_rng(4), share)
             assert np.isnan(trial.run()).all()
-        assert time.monotonic() - start < 0.2 * 20 / 2
+        assert time.monotonic() - start < 0.5 * 20 / 2
         with pytest.raises(ExpertsMissing):
             experts.recover()
-        gate[0] = 1
+        gate[0], experts.deadline = 1, DEADLINE                 # a busy host may need more for the next step
+        with card.record() as trial.step:
+            trial.launch()
         experts.recover()
         experts.check()
         trial.draw(np.random.default_rng(5), 1.0)
@@ -209,7 +211,7 @@ def test_a_row_that_lacks_nothing_does_not_wait(monkeypatch):
         x = np.ctypeslib.as_array((ctypes.c_float * right.size).from_address(trial.x.ptr)).reshape(right.shape)
         step = threading.Thread(target=trial.run)
         step.start()
-        end = time.monotonic() + 5
+        end = time.monotonic() + 7
         while not (trial.experts._service.is_busy and (x[:2] == right[:2]).all()) and time.monotonic() < end:
             time.sleep(1e-3)
         assert (x[:2] == right[:2]).all() and (x[2] == trial.given[-1][2]).all()
@@ -236,7 +238,7 @@ def test_an_end_while_the_card_waits(card, monkeypatch):
         gate[0] = 1
         card.synchronize()
         end.join()
-        assert experts.counts().requests == 2 and time.monotonic() - start < 5
+        assert experts.counts().requests == 2 and time.monotonic() - start < 8
         with pytest.raises(ExpertsMissing, match="it was stopped"):
             experts.check()
 
@@ -248,7 +250,7 @@ def test_no_answer_after_the_end(card):
     trial.draw(np.random.default_rng(6), 1.0)
     start = time.monotonic()
     assert np.isnan(trial.run()).all()
-    assert time.monotonic() - start < DEADLINE / 2
+    assert time.monotonic() - start < DEADLINE
     with pytest.raises(ExpertsMissing, match="layer 0: it was stopped"):
         trial.experts.check()
 

@@ -24,8 +24,10 @@ import waitress.trigger
 from api import connection as connection_api
 from api import http as http_api
 from api.heads import MAX_HEAD
-from tests.clients import TEXT, app_of, assert_error, official_client, send, serving, wait_until
+from tests.clients import TEXT, app_of, assert_error, official_client, send, serving
+from tests.clock import Clock
 from tests.paced import PacedEngine
+from tests.until import PATIENCE, wait_until
 
 ANSWER = "a b c d e f g h i j k l m n o p"
 HEALTH = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
@@ -34,7 +36,7 @@ COMPLETION = {"prompt": "hi", "max_tokens": 64}
 
 
 def connected(port, said=b"") -> socket.socket:
-    client = socket.create_connection(("127.0.0.1", port), timeout=30)
+    client = socket.create_connection(("127.0.0.1", port), timeout=PATIENCE)
     client.sendall(said)
     return client
 
@@ -143,7 +145,9 @@ def test_a_byte_now_and_then_keeps_no_place(monkeypatch):
 
 def test_running_requests_are_never_closed_for_others(monkeypatch):
     monkeypatch.setattr(http_api, "CONNECTIONS", 50)
-    with serving(app_of(PacedEngine(ANSWER, pace=0.05))) as (port, _), official_client(port) as client:
+    go_on = threading.Event()
+    engine = PacedEngine(lambda prompt: go_on.wait(PATIENCE) and ANSWER, pace=0.02)
+    with serving(app_of(engine)) as (port, _), official_client(port) as client:
         texts = []
 
         def ask(stream):
@@ -153,10 +157,12 @@ def test_running_requests_are_never_closed_for_others(monkeypatch):
         threads = [threading.Thread(target=ask, args=(i % 2 == 0,)) for i in range(8)]
         for thread in threads:
             thread.start()
-        time.sleep(0.3)
-        with crowd(port, 200, PIECE):
-            for thread in threads:
-                thread.join()
+        wait_until(lambda: len(engine.generations) == len(threads))
+        with crowd(port, 100, PIECE):
+            go_on.set()
+            with crowd(port, 100, PIECE):           # while they are written, too
+                for thread in threads:
+                    thread.join()
     assert texts == [ANSWER] * 8
 
 
@@ -205,8 +211,8 @@ def test_no_file_is_left_for_a_connection(monkeypatch):
     with serving(app_of(PacedEngine())) as (port, _):
         monkeypatch.setattr(http_api.Listener, "accept", accept_or_fail)
         with connected(port, HEALTH) as client:
-            time.sleep(0.5)
-            assert 1 <= len(tries) <= 3
+            wait_until(lambda: len(tries) == 2)
+            assert tries[1] - tries[0] >= http_api.PAUSE_SECONDS
             is_full = False
             assert read_answer(client)[0] == 200
 
@@ -269,6 +275,7 @@ def test_a_body_that_does_not_come(monkeypatch, head):
 def test_a_slow_client_gets_its_answer(monkeypatch):
     """It takes longer than the time for a head, but sends faster than BODY_RATE."""
     monkeypatch.setattr(connection_api, "REQUEST_SECONDS", 1)
+    monkeypatch.setattr(connection_api, "BODY_RATE", 100)
     body = json.dumps(COMPLETION).encode().ljust(30_000)
     head = b"POST /v1/completions HTTP/1.1\r\nContent-Length: %d\r\n\r\n" % len(body)
     with serving(app_of(PacedEngine(ANSWER))) as (port, _), connected(port, head) as client:
@@ -281,9 +288,9 @@ def test_a_slow_client_gets_its_answer(monkeypatch):
 @pytest.mark.parametrize("said", [b"", PIECE], ids=["nothing", "piece"])
 def test_between_two_requests(monkeypatch, said):
     """An idle connection is closed without a word, and a request that has begun is answered."""
-    monkeypatch.setattr(connection_api, "REQUEST_SECONDS" if said else "IDLE_SECONDS", 1)
     with serving(app_of(PacedEngine())) as (port, _), connected(port, HEALTH) as client:
         assert read_answer(client)[0] == 200
+        monkeypatch.setattr(connection_api, "REQUEST_SECONDS" if said else "IDLE_SECONDS", 1)
         client.sendall(said)
         if said:
             assert read_answer(client)[0] == 408
@@ -291,12 +298,17 @@ def test_between_two_requests(monkeypatch, said):
 
 
 def test_a_long_answer_meets_no_deadline(monkeypatch):
-    for name in "REQUEST_SECONDS", "IDLE_SECONDS":
-        monkeypatch.setattr(connection_api, name, 1)
-    with serving(app_of(PacedEngine(ANSWER, delay=3))) as (port, _):
-        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+    clock = Clock(monkeypatch, connection_api)
+
+    def script(prompt):
+        clock.ahead += 10 * connection_api.IDLE_SECONDS
+        return ANSWER
+
+    with serving(app_of(PacedEngine(script, delay=2.5))) as (port, _):
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE)
         connection.request("POST", TEXT, json.dumps(COMPLETION))
         assert json.load(connection.getresponse())["choices"][0]["text"] == ANSWER
+        time.sleep(1.5)                                 # the server looks at its deadlines
         connection.request("GET", "/health")            # the time between two requests begins with the answer's end
         assert connection.getresponse().read()
         connection.close()
@@ -457,8 +469,8 @@ def test_a_client_that_ends_its_sending_side_is_answered(quiet):
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 def test_a_client_that_ends_its_sending_side_ends_its_generations(stream):
-    engine = PacedEngine(ANSWER * 20, pace=0.02)
-    body = json.dumps(COMPLETION | {"stream": stream, "max_tokens": 1000}).encode()
+    engine = PacedEngine(ANSWER * 200, pace=0.02)
+    body = json.dumps(COMPLETION | {"stream": stream, "max_tokens": 3000}).encode()
     with serving(app_of(engine)) as (port, service):
         with connected(port, POST + b"Content-Length: %d\r\n\r\n" % len(body) + body) as client:
             wait_until(lambda: engine.generations)
@@ -476,7 +488,7 @@ def test_a_client_that_ends_its_sending_side_ends_its_generations(stream):
 def test_a_server_that_drains():
     """Open requests go on, new ones go elsewhere, and /health says why."""
     with serving(app_of(PacedEngine(ANSWER, pace=0.1))) as (port, service), official_client(port) as client:
-        idle = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+        idle = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE)
         idle.request("GET", "/health")
         assert idle.getresponse().read()
         stream = iter(client.completions.create(model="m", prompt="hi", max_tokens=64, stream=True))
@@ -511,7 +523,7 @@ def test_the_end_of_a_server_waits_for_no_look(monkeypatch):
     monkeypatch.setattr(http_api, "POLL_MS", 60_000)
     for _ in range(20):
         with serving(app_of(PacedEngine())) as (port, _):
-            client = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+            client = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE)
             client.request("GET", "/health")
             assert client.getresponse().read()
             started = time.monotonic()

@@ -35,6 +35,7 @@ from tests.small_hub import TOKEN, Repository, serving
 from tests.test_house import arrows_of, reachable
 from tests.test_split import split
 from tests.tiny import tiny_engine
+from tests.until import PATIENCE
 
 MODEL = Path(TINY).read_bytes()
 ROOT = Path(__file__).parents[1]
@@ -260,7 +261,7 @@ def test_a_terminal_shows_a_bar(hub, tmp_path):
         with contextlib.suppress(OSError):      # what Linux raises where the other end is closed
             while some := shown.read(1 << 16):
                 said += some
-        assert process.wait(60) == 0 and b"Tiny-Q8_0.gguf: 100%" in said
+        assert process.wait(PATIENCE) == 0 and b"Tiny-Q8_0.gguf: 100%" in said
 
 
 def test_all_parts_come(hub, tmp_path):
@@ -391,12 +392,12 @@ def test_another_process_goes_on_with_a_download(tmp_path, end):
     with serving_large() as hub:
         hub.slow = 0.1                  # 16 s for what is left when the first 10 MB are written
         process = start(hub, tmp_path, "hf:us/Large")
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + PATIENCE
         while sum(path.stat().st_size for path in tmp_path.rglob("*.incomplete")) < 10 << 20:
             assert time.monotonic() < deadline and process.poll() is None, process.returncode
             time.sleep(0.02)
         process.send_signal(end)
-        process.communicate(timeout=60)
+        process.communicate(timeout=PATIENCE)
         assert process.returncode != 0 and not list(tmp_path.rglob("*.gguf"))
         hub.slow = 0
         hub.asked.clear()
@@ -448,7 +449,7 @@ def test_the_command_line_takes_names_of_the_hub(tmp_path, capsys):
     files = {f"T-Q8_0-0000{i}-of-00002.gguf": path.read_bytes() for i, path in enumerate(paths, 1)}
     with serving({"us/Tiny": Repository(files)}) as hub:
         answer = subprocess.run([sys.executable, "qengine.py", "-m", "hf:us/Tiny", *asked], cwd=ROOT, text=True,
-                                env=environment(hub, tmp_path / "home"), capture_output=True, timeout=120)
+                                env=environment(hub, tmp_path / "home"), capture_output=True, timeout=PATIENCE)
     assert main(["-m", TINY, *asked]) == 0
     assert answer.stdout == capsys.readouterr().out, answer.stderr
 
@@ -466,7 +467,8 @@ def test_a_plan_of_a_model_of_the_hub_downloads_nothing(tmp_path, capsys):
             (tmp_path / folder).mkdir()
         variables = environment(hub, tmp_path / "home", TMPDIR=str(tmp_path / "temporary"))
         answers = [subprocess.run([sys.executable, "qengine.py", "-m", "hf:us/M", *what], cwd=ROOT, env=variables,
-                                  text=True, capture_output=True, timeout=120) for what in (asked, ["--print-config"])]
+                                  text=True, capture_output=True, timeout=PATIENCE)
+                   for what in (asked, ["--print-config"])]
         read = [f"us/M/{name} bytes=0-{min(path.stat().st_size, HEADER_BYTES) - 1}" for name, path in files.items()]
         assert hub.files_asked() == read + read[:2]
         assert max(path.stat().st_size for path in files.values()) > HEADER_BYTES

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from kernels.compile import CACHE_DIR
 from tests.models import TINY
 from tests.tiny import ROOT
+from tests.until import PATIENCE
 
 PROMPT = {"prompt": "The quick brown fox", "max_tokens": 16, "temperature": 0}
 
@@ -43,7 +44,7 @@ def post(address, **fields):
     """The open response to a request for a completion."""
     body = json.dumps(PROMPT | fields).encode()
     return urllib.request.urlopen(urllib.request.Request(
-        address + "v1/completions", body, {"Content-Type": "application/json"}), timeout=60)
+        address + "v1/completions", body, {"Content-Type": "application/json"}), timeout=PATIENCE)
 
 
 def answer(address):

@@ -22,6 +22,8 @@ from kernels.emulated import native
 from kernels.emulated.card import EmulatedCard
 from tests.costs import SPEED, costs_of, work_of
 from tests.models import TINY, load_tiny, write_as_float32
+from tests.own_card import own_card
+from tests.until import PATIENCE
 
 N = 700
 SPLITS = [(64, 636), (256, 256, 188), (192, 64, 320, 124), (192, 192, 128, 128, 60)]
@@ -155,7 +157,7 @@ def test_a_part_does_not_wait_for_the_step_before_it():
         pipeline, stage = engine.pipeline, engine.pipeline.last
         streams, default = stage.streams[:len(sizes)], stage.card.default_stream
 
-        def are_over(streams, seconds=20):
+        def are_over(streams, seconds=PATIENCE):
             return all(event.wait(seconds) for event in [stream.record() for stream in streams])
 
         def queue(work, *arguments):
@@ -306,6 +308,7 @@ def test_the_operations_of_a_prompt_are_those_of_its_micro_batches(card):
 
 def test_what_a_stage_releases_is_free_at_once(card):
     """Its memory does not wait until Python looks for circles of references, also after micro-batches have run."""
+    card = own_card(card)
     engine = load(card, sizes=(192, 192, 316))
     engine.evaluate(prompt(9))
     stage, taken = engine.pipeline.last, dict(card.allocations)

@@ -852,11 +852,12 @@ def test_the_same_seed_gives_the_same_examples():
 
 
 def test_a_core_makes_thousands_of_short_examples_a_second():
+    """Of this process, by its own time: other work on the machine does not count."""
     rng = random.Random(7)
-    start = time.process_time()
+    start = time.thread_time()
     for _ in range(1000):
         tasks.render(tasks.sample(rng, length=200))
-    assert time.process_time() - start < 1  # about 0.25 s where this was written
+    assert time.thread_time() - start < 1  # about 0.25 s where this was written
 
 
 # ------------------------------------------------------------------------------------------------------

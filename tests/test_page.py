@@ -8,7 +8,6 @@ import json
 import re
 import shutil
 import threading
-import time
 from pathlib import Path
 
 import numpy as np
@@ -21,9 +20,10 @@ from api.service import create_app
 from engine.images import Limits
 from engine.request import EngineStopped
 from engine.served import Defaults, Models, Served
-from tests.clients import app_of, serving, wait_until
+from tests.clients import app_of, serving
 from tests.paced import PacedEngine
 from tests.pictures import file_of, scene
+from tests.until import PATIENCE, wait_until
 
 MARKDOWN = """\
 # Title
@@ -48,7 +48,7 @@ EVIL = """<img src=x onerror="window.hacked=1"> <script>window.hacked=1</script>
 CALL = "<tool_call>\n<function=get_weather>\n<parameter=city>\nSeoul\n</parameter>\n</function>\n</tool_call>"
 TOOLS = [{"type": "function", "function": {"name": "get_weather", "parameters": {
     "type": "object", "properties": {"city": {"type": "string"}}}}}]
-LONG = "".join(f"word word word word {i} " for i in range(500))
+LONG = "".join(f"word word word word {i} " for i in range(5000))      # nobody waits for its end
 RICH = r"""## A table
 
 | name | value | note |
@@ -104,6 +104,7 @@ def browser():
         path = shutil.which("chromium") or shutil.which("google-chrome") or playwright.chromium.executable_path
         if not Path(path).exists():
             pytest.skip("no Chromium is installed: the README says how, under Tests")
+        expect.set_options(timeout=1000 * PATIENCE)
         with playwright.chromium.launch(executable_path=path) as browser:
             yield browser
 
@@ -120,7 +121,7 @@ def open_page(browser, engine):
         def open(width=1000, app=None, **options):
             port, _ = stack.enter_context(serving(app or app_of(engine)))
             context = stack.enter_context(browser.new_context(viewport={"width": width, "height": 800}, **options))
-            context.set_default_timeout(10_000)
+            context.set_default_timeout(1000 * PATIENCE)
             page = context.new_page()
             page.mistakes = []
             page.on("pageerror", lambda error: page.mistakes.append(str(error)))
@@ -168,7 +169,7 @@ def change_settings(page, **values):
 def hold(engine):
     """From now on answers begin when this event is set."""
     may_begin = threading.Event()
-    engine.script = lambda prompt: may_begin.wait(60) and script(prompt)
+    engine.script = lambda prompt: may_begin.wait(PATIENCE) and script(prompt)
     return may_begin
 
 
@@ -237,7 +238,7 @@ def test_stop_keeps_what_was_written_and_ends_the_generation(page, engine):
     button(page, "Stop").click()
     expect(answers(page)).to_contain_text("stopped")
     wait_until(lambda: engine.generations[0]._done.is_set())
-    assert engine.generations[0].finish_reason is None and engine.generations[0].n_generated < 2000
+    assert engine.generations[0].finish_reason is None
     say(page, "and on")
     assert "word word" in prompts(engine)[-1]
     expect(answers(page).last).to_contain_text("You said and on.")
@@ -581,7 +582,7 @@ HANGS = """text => setTimeout(() => {
 @pytest.mark.parametrize("kind", HUGE)
 def test_huge_answers_do_not_hang_the_tab(page, kind):
     page.evaluate(HANGS, HUGE[kind])
-    expect(page).to_have_title("shown", timeout=30_000)
+    expect(page).to_have_title("shown")
 
 
 def test_a_megabyte_in_one_piece_is_answered(page):
@@ -843,7 +844,7 @@ def test_each_conversation_has_an_answer_of_its_own(page, engine):
 
 def test_a_conversation_waits_where_many_others_are_answered(page, engine):
     """A browser opens six connections to a server, and streams keep theirs."""
-    engine.delay = 30
+    engine.delay = PATIENCE
     for n in range(4):
         say(page, f"question {n}", wait=False)
         expect(button(page, "Stop")).to_be_visible()
@@ -861,7 +862,7 @@ def test_a_conversation_waits_where_many_others_are_answered(page, engine):
 
 def test_the_answers_of_all_tabs_leave_connections_free(page, engine):
     """The browser's six connections belong to all tabs. A tab that has died holds none of them."""
-    engine.delay = 60
+    engine.delay = PATIENCE
     other, third = second_tab(page), second_tab(page)
     for n, tab in enumerate((page, other, page, other)):
         tab.bring_to_front()
@@ -873,7 +874,7 @@ def test_the_answers_of_all_tabs_leave_connections_free(page, engine):
     say(third, "one more", wait=False)
     expect(third.get_by_role("alert")).to_contain_text("4 answers are being written, here or in other tabs")
     expect(third.get_by_label("Message")).to_have_value("one more")
-    assert third.evaluate("fetch('health', {signal: AbortSignal.timeout(4000)}).then(response => response.ok)")
+    assert third.evaluate("fetch('health', {signal: AbortSignal.timeout(60_000)}).then(response => response.ok)")
     other.bring_to_front()
     other.go_back()
     button(other, "Stop").click()
@@ -950,7 +951,7 @@ def test_suggested_questions_are_there_after_a_reload_within_a_conversation(page
 
 def test_the_place_in_the_queue_is_shown(open_page):
     """The engine answers two requests at a time; two others are before this one, so one has to end first."""
-    engine = PacedEngine(script, pace=0.002, delay=30)
+    engine = PacedEngine(script, pace=0.002, delay=PATIENCE)
     app = app_of(engine)
     page = open_page(app=app)
     others = [second_tab(page) for _ in range(2)]
@@ -1508,6 +1509,7 @@ def test_every_conversation_that_was_refused_is_asked_again_with_the_key(open_pa
         say(page, text, wait=False)
         wait_until(lambda n=n: page.evaluate("running.size") == n)
         button(page, "New chat").click()
+    wait_until(lambda: page.evaluate("running.size") == len(held))
     page.wait_for_timeout(300)
     assert len(held) == 4
     chats(page).filter(has_text="one").click()
@@ -1596,9 +1598,10 @@ def test_the_view_follows_unless_the_reader_scrolled_up(page, engine):
 
     say(page, "long", wait=False)
     wait_until(lambda: page.locator("main").evaluate("main => main.scrollHeight > main.clientHeight + 600"))
-    assert below() < 60
+    wait_until(lambda: below() < 60)
     page.locator("main").hover()
     page.mouse.wheel(0, -400)
+    wait_until(lambda: below() > 200)
     page.wait_for_timeout(300)
     assert below() > 200
     button(page, "Stop").click()
@@ -1607,11 +1610,12 @@ def test_the_view_follows_unless_the_reader_scrolled_up(page, engine):
 def test_a_bar_says_how_much_of_a_prompt_is_read(page, engine):
     bar = page.get_by_role("progressbar", name="How much of the prompt is read")
     expect(bar).to_be_hidden()
-    engine.delay, engine.is_reading = 3.0, True
+    engine.delay, engine.is_reading = 60.0, True
     say(page, "word " * 200, wait=False)
     expect(bar).to_be_visible()
     n_read, n_prompt = bar.evaluate("bar => [bar.value, bar.max]")
     assert 0 < n_read < n_prompt == engine.generations[-1].n_prompt
+    engine.delay = 0.0
     expect(answers(page)).to_contain_text("You said")
     expect(bar).to_be_hidden()
 
@@ -1641,6 +1645,7 @@ def test_the_bar_of_pipes_asks_only_while_it_is_shown_and_something_runs(page, e
     assert not asked
     with page.expect_request("**/pipes"):
         button(page, "Pipes").click()
+    wait_until(lambda: page.evaluate("compiling.size") == 0 and asked)
     page.wait_for_timeout(300)
     assert len(asked) == 1                                      # so that the server compiles what counts
     say(page, "long", wait=False)
@@ -1688,7 +1693,7 @@ def test_an_answer_does_not_wait_for_ever_for_what_counts_it(open_page, engine, 
     def count_pipes():
         asked.append(1)
         if len(asked) == 1:
-            is_over.wait(30)
+            is_over.wait(PATIENCE)
         return PIPES if has_counted else None
 
     engine.counts_pipes, engine.count_pipes = True, count_pipes

@@ -17,8 +17,9 @@ from cli import chat, main, tasks
 from engine.repetition import LONGEST_PERIOD, REPEATED_TOKENS, RepetitionGuard
 from engine.request import Request
 from engine.tokenizer import ByteTokenizer
-from tests.clients import CHAT, HI, TEXT, app_of, send, serving, wait_until
+from tests.clients import CHAT, HI, TEXT, app_of, send, serving
 from tests.scripted import ScriptedEngine, shipped
+from tests.until import wait_until
 
 LOOP = "I say it again and again. " * 300
 GUARDED = {"repetition_guard": True}

@@ -11,8 +11,7 @@ from engine.replicas import actor, feed, wire
 from engine.replicas.actor import Recipe, Replica
 from engine.request import Request, RequestError
 from tests.scripted import ScriptedEngine
-
-LIMIT = 60
+from tests.until import PATIENCE
 
 
 class Engine(ScriptedEngine):
@@ -40,7 +39,7 @@ async def replica(monkeypatch, engine):
     finally:
         for each in one.feeds.values():
             each.close()
-            await asyncio.to_thread(each.thread.join, LIMIT)
+            await asyncio.to_thread(each.thread.join, PATIENCE)
 
 
 def asked(one, id=1, request=Request([20])):
@@ -48,7 +47,7 @@ def asked(one, id=1, request=Request([20])):
 
 
 async def until(is_true):
-    async with asyncio.timeout(LIMIT):
+    async with asyncio.timeout(PATIENCE):
         while not is_true():
             await asyncio.sleep(0.005)
 
@@ -67,12 +66,12 @@ def test_a_stream_hands_out_the_end_of_its_last_answer(monkeypatch):
             await until(lambda: one.feeds and one.feeds["front"].jobs)
             job, = one.engine.generations
             stream = one.listen("a", "front", 1, True)
-            await asyncio.wait_for(anext(stream), LIMIT)
+            await asyncio.wait_for(anext(stream), PATIENCE)
             job.push(20, "stop")
             job.close()
             time.sleep(0.5)         # the loop stands still: the feed's thread gathers the end, and cannot send it
             events = [event for message in [one async for one in stream] for event in message[-1]]
-            assert events[-1][-1][0] == wire.WHOLE and await asyncio.wait_for(call, LIMIT) is None
+            assert events[-1][-1][0] == wire.WHOLE and await asyncio.wait_for(call, PATIENCE) is None
             assert one.feeds["front"].is_told()
     asyncio.run(check())
 
@@ -81,7 +80,7 @@ def test_a_stream_without_answers_ends_after_its_lease(monkeypatch):
     monkeypatch.setattr(actor, "LEASE", 0.5)
 
     async def check():
-        async with replica(monkeypatch, Engine()) as one, asyncio.timeout(LIMIT):
+        async with replica(monkeypatch, Engine()) as one, asyncio.timeout(PATIENCE):
             began = time.monotonic()
             assert [message async for message in one.listen("a", "front", 1, True)]
             assert time.monotonic() - began >= 0.5
@@ -97,7 +96,7 @@ def test_a_call_that_is_cancelled_while_its_grammar_is_prepared_leaves_no_answer
 
     class Slow(Engine):
         def submit(self, request):
-            assert may.wait(LIMIT)
+            assert may.wait(PATIENCE)
             seen.append("prepared")
             if fails:
                 raise RequestError("grammar", "it is wrong")
@@ -142,7 +141,7 @@ def test_answers_of_a_front_that_is_gone_are_no_load(monkeypatch):
             assert await one.record_autoscaling_stats() == {"answers": 0} and not one.feeds and not feed_of_it.jobs
             assert await asyncio.gather(*calls) == [wire.UNHEARD] * 4
             assert all(job.cancelled for job in one.engine.generations)
-            await asyncio.to_thread(feed_of_it.thread.join, LIMIT)
+            await asyncio.to_thread(feed_of_it.thread.join, PATIENCE)
     asyncio.run(check())
 
 
@@ -154,7 +153,7 @@ def test_a_feed_whose_engine_cannot_be_read_ends(monkeypatch):
             raise ValueError("a mistake")
 
     async def check():
-        async with replica(monkeypatch, Broken()) as one, asyncio.timeout(LIMIT):
+        async with replica(monkeypatch, Broken()) as one, asyncio.timeout(PATIENCE):
             call = asked(one)
             assert not [message async for message in one.listen("a", "front", 1, True)]
             assert await call == wire.UNHEARD and one.engine.generations[0].cancelled

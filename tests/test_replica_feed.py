@@ -12,12 +12,11 @@ from engine.replicas.feed import Feed
 from engine.replicas.jobs import RemoteAnswer
 from engine.replicas.scaling import needed
 from engine.request import Delta, Request, share_read
-from tests.clients import wait_until
 from tests.paced import PacedEngine
 from tests.scripted import ScriptedEngine
+from tests.until import PATIENCE, wait_until
 
 FACTS = {"node": "10.0.0.1", "hostname": "a", "n_slots": 4}
-LIMIT = 60
 
 
 class Engine(PacedEngine):
@@ -47,14 +46,14 @@ async def fed():
         for _ in range(feed.MOST_CHECKS + 1):
             one.check()
         assert job.cancelled and over.is_set()
-        await asyncio.to_thread(one.thread.join, LIMIT)
+        await asyncio.to_thread(one.thread.join, PATIENCE)
 
 
 async def read(messages, n_tokens):
     """Reads messages until there are so many tokens; gives the numbers of the messages and the tokens."""
     numbers, tokens = [], []
     while len(tokens) < n_tokens:
-        number, *_, events = await asyncio.wait_for(messages.get(), LIMIT)
+        number, *_, events = await asyncio.wait_for(messages.get(), PATIENCE)
         numbers += [number] * bool(events)
         tokens += [delta[0] for *_, told, _ in events for delta in told]
     return numbers, tokens
@@ -92,7 +91,7 @@ def test_a_message_that_an_old_stream_waits_for_goes_to_the_new_one():
         await asyncio.sleep(0)
         one.send("a message", [])
         new = one.listen(2, False)
-        assert await waits is None and await asyncio.wait_for(new.get(), LIMIT) == "a message"
+        assert await waits is None and await asyncio.wait_for(new.get(), PATIENCE) == "a message"
     asyncio.run(check())
 
 
@@ -116,7 +115,7 @@ def test_facts_come_to_who_lacks_them(quick):
         async with fed() as (one, _, _):
             for stream, knows in enumerate([False, True, False], start=1):
                 messages = one.listen(stream, knows)
-                told = [(await asyncio.wait_for(messages.get(), LIMIT))[1] for _ in range(3)]
+                told = [(await asyncio.wait_for(messages.get(), PATIENCE))[1] for _ in range(3)]
                 assert told.count(FACTS) == (not knows) and told.count(None) == 2 + knows
     asyncio.run(check())
 
@@ -151,10 +150,10 @@ def test_answers_of_a_front_that_asks_no_more_end(quick, leaves):
                 one.check()
             assert not job.cancelled and not over.is_set()
             one.check()
-            await asyncio.wait_for(over.wait(), LIMIT)
+            await asyncio.wait_for(over.wait(), PATIENCE)
             assert job.cancelled and one.is_closed and one.listen(2, True) is None
-            assert await asyncio.to_thread(job.wait, LIMIT) and job.n_generated < 1000
-            while await asyncio.wait_for(messages.get(), LIMIT) is not None:
+            assert await asyncio.to_thread(job.wait, PATIENCE) and job.n_generated < 1000
+            while await asyncio.wait_for(messages.get(), PATIENCE) is not None:
                 pass                            # the stream ends, too
     asyncio.run(check())
 
@@ -256,7 +255,7 @@ def test_a_front_asks_for_one_stream_after_the_other(monkeypatch):
     with linked(monkeypatch, streams=said) as (link, handle):
         link._hear = lambda id, one, hear=link._hear: (heard.append(one), hear(id, one))
         link.see(["a"])
-        wait_until(lambda: len(heard) == 4 and len(handle.asked) == 5, LIMIT)
+        wait_until(lambda: len(heard) == 4 and len(handle.asked) == 5)
         assert heard == [said[0][0], said[0][1], said[1][0], said[3][0]]
         assert handle.asked == [(1, False), (2, True), (3, True), (4, True), (5, True)]
         assert link.table.listed()[0].facts == HERE
@@ -268,16 +267,16 @@ def test_a_replica_that_leaves_is_asked_for_nothing(monkeypatch):
     monkeypatch.setattr(front, "NEXT_SECONDS", 0.0)
     with linked(monkeypatch, streams=[[]]) as (link, handle):
         link.see(["a"])
-        wait_until(lambda: handle.given, LIMIT)
+        wait_until(lambda: handle.given)
         job = RemoteAnswer(Request([1]), link, [])
         link.submit(job)
-        wait_until(lambda: job.replica == "a", LIMIT)
+        wait_until(lambda: job.replica == "a")
         link.see([])
         link.loop.call_soon_threadsafe(handle.given[0].messages.put_nowait, message(0, HERE))
-        wait_until(lambda: link.table.listed()[0].facts, LIMIT)
+        wait_until(lambda: link.table.listed()[0].facts)
         assert len(handle.asked) == 1 and not handle.given[0].is_cancelled
         job.cancel()
-        wait_until(lambda: handle.given[0].is_cancelled, LIMIT)
+        wait_until(lambda: handle.given[0].is_cancelled)
 
 
 @pytest.mark.parametrize("numbers, n_lost", [([1, 2, 3], 0), ([1, 3], 1), ([1, 2, 1], 0), ([4, 5], 1)])
@@ -287,7 +286,7 @@ def test_messages_that_are_missing_are_noticed(monkeypatch, numbers, n_lost):
     with linked(monkeypatch) as (link, handle):
         job = RemoteAnswer(Request([1]), link, [])
         link.submit(job)
-        wait_until(lambda: job.replica == "a", LIMIT)
+        wait_until(lambda: job.replica == "a")
         for number in numbers:
             in_loop(link, heard(link, message(number, events=[(job.id, job.n_again, NONE, [said], None)])))
         assert job.n_lost == n_lost and job.id in link.jobs
@@ -299,7 +298,7 @@ async def heard(link, *messages, replica="a"):
 
 
 def in_loop(link, work):
-    return asyncio.run_coroutine_threadsafe(work, link.loop).result(LIMIT)
+    return asyncio.run_coroutine_threadsafe(work, link.loop).result(PATIENCE)
 
 
 def test_an_answer_whose_replica_has_not_heard_of_the_front_begins_again(monkeypatch):
@@ -308,7 +307,7 @@ def test_an_answer_whose_replica_has_not_heard_of_the_front_begins_again(monkeyp
         job = RemoteAnswer(Request([1]), link, [])
         first = job.id
         link.submit(job)
-        wait_until(lambda: job.id != first and job.replica == "a", LIMIT)
+        wait_until(lambda: job.id != first and job.replica == "a")
         assert job.n_lost == 1 and not job.wait(0) and job.error is None
 
 

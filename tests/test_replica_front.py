@@ -14,8 +14,8 @@ from engine.replicas.actor import Recipe
 from engine.replicas.jobs import RemoteAnswer, RemoteTexts
 from engine.pooling import TextsRequest
 from engine.request import Delta, EngineStopped, ModelError, Request, RequestError
-from tests.clients import wait_until
-from tests.test_replica_feed import HERE, LIMIT, NONE, Stream, heard, in_loop, linked, message
+from tests.test_replica_feed import HERE, NONE, heard, in_loop, linked, message
+from tests.until import PATIENCE, wait_until
 
 END = wire.WHOLE,
 TOKENS = [wire.delta_told(Delta(i, f"t{i}")) for i in range(5)]
@@ -32,7 +32,7 @@ def submitted(link, kind=RemoteAnswer):
     """A job that has a replica."""
     job = RemoteAnswer(Request([1]), link, []) if kind is RemoteAnswer else RemoteTexts(TextsRequest([[1]] * 5), link)
     link.submit(job)
-    wait_until(lambda: job.replica, LIMIT)
+    wait_until(lambda: job.replica)
     return job
 
 
@@ -66,7 +66,7 @@ def test_tokens_that_come_before_ray_serve_says_where_from_are_not_left_out(monk
             link._hear("b", message(2, events=[(job.id, 2, NONE, TOKENS[2:], END)]))
 
         in_loop(link, early())
-        wait_until(lambda: job.id != first and job.replica, LIMIT)
+        wait_until(lambda: job.id != first and job.replica)
         in_loop(link, heard(link, event(job, 0, TOKENS[:3])))
         in_loop(link, heard(link, message(2, events=[(job.id, 3, NONE, TOKENS[3:], END)])))
         assert text_of(job) == TEXT and job.n_lost == 1
@@ -94,14 +94,14 @@ def test_the_wait_for_a_replica_is_measured(monkeypatch):
         job = RemoteAnswer(Request([1]), link, [])
         link.submit(job)
         for number, least in enumerate((0.2, 0.6), start=1):
-            wait_until(lambda: time.perf_counter() - job.started > least, LIMIT)
-            wait_until(lambda: link.place(job.id, ["a"]) and job.replica, LIMIT)
+            wait_until(lambda: time.perf_counter() - job.started > least)
+            wait_until(lambda: link.place(job.id, ["a"]) and job.replica)
             counts = *NONE[:4], 0.05, 0.1, 0.1, None
             in_loop(link, heard(link, message(number, HERE, events=[(job.id, 0, counts, TOKENS[:1], None)])))
             assert job.waited == job.sent_after + 0.05 and job.sent_after > least
             assert job.first_after == job.sent_after + 0.1
             link.loop.call_soon_threadsafe(link._lose, job, job.id, "a test loses it")
-            wait_until(lambda: job.replica is None, LIMIT)
+            wait_until(lambda: job.replica is None)
         job.cancel()
 
 
@@ -123,7 +123,7 @@ def test_an_answer_whose_call_has_ended_is_lost_if_its_end_does_not_come(monkeyp
         job = submitted(link)
         in_loop(link, beat(link, 0.2))
         assert job.n_lost == 0                  # the end may still come
-        wait_until(lambda: in_loop(link, beat(link, 0.2)) or job.n_lost and job.replica, LIMIT)
+        wait_until(lambda: in_loop(link, beat(link, 0.2)) or job.n_lost and job.replica)
         assert job.n_lost == 1 and "its end was not heard" in str(job.tries[0])
         in_loop(link, heard(link, event(job, 0, TOKENS, END)))
         assert text_of(job) == TEXT
@@ -136,9 +136,8 @@ def test_an_answer_at_a_replica_that_nobody_listens_to_is_lost(monkeypatch):
         unheard(link)
         link.see(["b"])
         job = submitted(link)                   # the handle says "a", which has just left
-        wait_until(lambda: job.n_lost == 1, LIMIT)
+        assert job.wait(PATIENCE)               # this handle knows no other replica: three are lost
         assert "it hangs" in str(job.tries[0])
-        wait_until(lambda: job.wait(0), LIMIT)  # this handle knows no other replica: three are lost
         assert job.n_lost == 3 and not link.jobs
 
 
@@ -194,7 +193,7 @@ def push(link, handle, said):
 def left(link, handle):
     """A job at a replica that has said what it is, and that leaves."""
     link.see(["a"])
-    wait_until(lambda: link.table.listed()[0].facts, LIMIT)
+    wait_until(lambda: link.table.listed()[0].facts)
     job = submitted(link)
     link.see([])
     return job
@@ -206,7 +205,7 @@ def test_the_last_end_of_a_replica_that_leaves_ends_its_stream(monkeypatch, late
         job = left(link, handle)
         push(link, handle, message(1, events=[(job.id, 0, NONE, TOKENS, END)]))
         assert text_of(job) == TEXT and job.n_lost == 0
-        wait_until(lambda: handle.given[0].is_cancelled, LIMIT)
+        wait_until(lambda: handle.given[0].is_cancelled)
         assert not link.table.listed() and not link.listeners and len(handle.asked) == 1
 
 
@@ -218,7 +217,7 @@ def test_a_replica_that_leaves_is_forgotten_when_its_stream(monkeypatch, late, l
         job = left(link, handle)
         handle.link = SimpleNamespace(placed=lambda *_: None)      # Ray Serve has no other replica
         push(link, handle, last)
-        wait_until(lambda: not link.table.listed() and not link.listeners, LIMIT)
+        wait_until(lambda: not link.table.listed() and not link.listeners)
         in_loop(link, asyncio.sleep(0.3))
         assert job.n_lost == 1 and len(handle.asked) == 1 and job.id in link.jobs
         job.cancel()
@@ -226,12 +225,12 @@ def test_a_replica_that_leaves_is_forgotten_when_its_stream(monkeypatch, late, l
 
 def test_a_replica_that_leaves_and_hangs_is_forgotten(monkeypatch, late):
     monkeypatch.setattr(front, "LOOK_SECONDS", 0.02)
-    monkeypatch.setattr(front, "MOST_LOOKS", 10)
     with linked(monkeypatch, streams=[[message(0, HERE)]]) as (link, handle):
         job = left(link, handle)
         handle.link = SimpleNamespace(placed=lambda *_: None)
-        wait_until(lambda: not link.table.listed() and not link.listeners, LIMIT)
-        wait_until(lambda: handle.given[0].is_cancelled, LIMIT)
+        monkeypatch.setattr(front, "MOST_LOOKS", 10)        # from now on: it may have been silent for so long already
+        wait_until(lambda: not link.table.listed() and not link.listeners)
+        wait_until(lambda: handle.given[0].is_cancelled)
         assert job.n_lost == 1 and len(handle.asked) == 1
         job.cancel()
 
@@ -240,7 +239,7 @@ def test_a_stream_that_ray_calls_cancelled_is_a_broken_one(monkeypatch, late):
     """Ray makes asyncio's error of its own."""
     with linked(monkeypatch, streams=[[message(0, HERE), asyncio.CancelledError()], [message(0)]]) as (link, handle):
         link.see(["a"])
-        wait_until(lambda: len(handle.asked) == 2 and link.table.listed()[0].state == "up", LIMIT)
+        wait_until(lambda: len(handle.asked) == 2 and link.table.listed()[0].state == "up")
         assert not link.listeners["a"].done()
 
 
@@ -259,7 +258,7 @@ def changing(monkeypatch, late):
     """A front of the new model, and its handle. Replica "a" is still of the old one."""
     with linked(monkeypatch, streams=[[message(0, facts_by(OLD, 512))]], recipe=NEW) as (link, handle):
         link.see(["a"])
-        wait_until(lambda: link.table.listed()[0].facts, LIMIT)
+        wait_until(lambda: link.table.listed()[0].facts)
         yield link, handle
 
 
@@ -280,7 +279,7 @@ def test_requests_go_to_replicas_of_the_new_model_as_soon_as_there_is_one(changi
     assert link.place(0, ["a"]) == ["a"]
     handle.streams.append([message(0, facts_by(NEW, 4096))])
     link.see(["a", "b"])
-    wait_until(lambda: all(one.facts for one in link.table.listed()), LIMIT)
+    wait_until(lambda: all(one.facts for one in link.table.listed()))
     assert {*map(tuple, (link.place(0, ["a", "b"]) for _ in range(4)))} == {("b",)}
     link.table.silence("b")
     assert link.place(0, ["a", "b"]) == ["a"]

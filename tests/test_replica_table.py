@@ -21,11 +21,11 @@ from engine.pooling import TextsJob, TextsRequest
 from engine.request import (Answer, ContextExceeded, DeadlineExceeded, Delta, EngineStopped, Generation, Request,
                             RequestError, Timings, share_read)
 from engine.served import Facts
-from tests.clients import wait_until
 from tests.models import TINY
 from tests.scripted import ScriptedEngine, shipped
 from tests.test_cli import run
 from tests.tiny import ROOT
+from tests.until import wait_until
 
 PAGE = list(range(PAGE_TOKENS))
 

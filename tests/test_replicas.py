@@ -39,7 +39,7 @@ from engine.replicas import cluster, files, front, store
 from engine.request import DeadlineExceeded, EngineStopped, ModelError, Request, RequestError, share_read
 from engine.served import Facts
 from kernels import block_sparse
-from tests.clients import CHAT, HI, app_of, send, serving, wait_until
+from tests.clients import CHAT, HI, app_of, send, serving
 from tests.models import TINY
 from tests.replica_engines import FEW_PAGES, loaded_sparsely
 from tests.replicas import kill, nodes, pooling_model, replicated, until_up, wish_for
@@ -47,10 +47,10 @@ from tests.scripted import ScriptedEngine, ScriptedPooling, shipped
 from tests.test_cli import start
 from tests.test_split import split
 from tests.tiny import ROOT
+from tests.until import PATIENCE, wait_until
 
 LONG = " ".join(f"word{i}" for i in range(60))
 PACE = 0.02
-LIMIT = 120                 # seconds that anything may take on a machine with much other work; it takes far less
 
 
 @pytest.fixture(scope="module")
@@ -180,7 +180,7 @@ def without(value, names=("id", "created", "timings", "created_at", "total_durat
 
 
 def stream(port, path, body):
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE)
     connection.request("POST", path, json.dumps(body | {"stream": True, "model": "m"}),
                        {"Content-Type": "application/json"})
     lines = [line.decode().removeprefix("data: ") for line in connection.getresponse()]
@@ -220,7 +220,7 @@ def test_embeddings_and_scores(two_nodes):
         with serving(app_of(engine)) as (port, _):
             status, _, body = send(port, "POST", "/v1/embeddings", {"input": "hello", "model": "m"})
         assert status == 200 and len(body["data"][0]["embedding"]) == 8
-        wait_until(lambda: engine.stats()["requests"] == 2, LIMIT)
+        wait_until(lambda: engine.stats()["requests"] == 2)
 
 
 # ---- who waits no longer -------------------------------------------------------------------------------------------
@@ -233,24 +233,24 @@ def running(engine):
 @contextlib.contextmanager
 def less_than_all(engine):
     """Asserts that an answer does not go on to its end in the replica."""
-    wait_until(lambda: running(engine) == 0, LIMIT)
+    wait_until(lambda: running(engine) == 0)
     before = engine.stats()["generated_tokens"]
     yield
-    wait_until(lambda: running(engine) == 0, LIMIT)
+    wait_until(lambda: running(engine) == 0)
     assert engine.stats()["generated_tokens"] - before < len(shipped().tokenizer.encode(LONG))
 
 
 def test_who_leaves_frees_the_slot_in_the_replica(paced):
     with serving(app_of(paced)) as (port, service), less_than_all(paced):
-        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE)
         connection.request("POST", CHAT, json.dumps({"messages": [HI], "stream": True}),
                            {"Content-Type": "application/json"})
         response = connection.getresponse()
         assert response.read(10)
-        wait_until(lambda: running(paced) == 1, LIMIT)
+        wait_until(lambda: running(paced) == 1)
         response.close()
         connection.close()
-        wait_until(lambda: running(paced) == 0 and not service.open, LIMIT)
+        wait_until(lambda: running(paced) == 0 and not service.open)
     assert all(one.n_open == 0 for one in paced.replicas)
 
 
@@ -261,19 +261,19 @@ def test_deadlines_travel(paced):
 
 def test_requests_are_spread(paced):
     jobs = [paced.submit(Request(prompt())) for _ in range(4)]
-    wait_until(lambda: all(job.n_generated for job in jobs), LIMIT)
+    wait_until(lambda: all(job.n_generated for job in jobs))
     assert sorted(one.n_open for one in paced.replicas) == [2, 2]
     for job in jobs:
         job.cancel()
-    assert all(job.wait(LIMIT) for job in jobs) and all(job.finish_reason is None for job in jobs)
+    assert all(job.wait(PATIENCE) for job in jobs) and all(job.finish_reason is None for job in jobs)
 
 
 def test_full_is_429(paced):
-    wait_until(lambda: running(paced) == 0, LIMIT)
+    wait_until(lambda: running(paced) == 0)
     with serving(app_of(paced, max_requests=1)) as (port, _):
         job = threading.Thread(target=send, args=(port, "POST", CHAT, {"messages": [HI]}))
         job.start()
-        wait_until(lambda: running(paced) == 1, LIMIT)
+        wait_until(lambda: running(paced) == 1)
         status, headers, _ = send(port, "POST", CHAT, {"messages": [HI]})
         assert status == 429 and headers["Retry-After"]
         job.join()
@@ -302,7 +302,7 @@ def test_metrics_and_health_name_replicas_and_nodes(paced):
 def begun(engine, n):
     """n answers, with a few tokens each, and by replica."""
     jobs = [engine.submit(Request(prompt())) for _ in range(n)]
-    wait_until(lambda: all(job.n_generated >= 3 for job in jobs), LIMIT)
+    wait_until(lambda: all(job.n_generated >= 3 for job in jobs))
     return jobs
 
 
@@ -331,13 +331,13 @@ def test_a_replica_that_hangs_is_told_from_a_slow_one(paced, monkeypatch):
     victim = next(one for one in paced.replicas if one.id == jobs[0].replica)
     kill(victim, signal.SIGSTOP)
     try:
-        wait_until(lambda: jobs[0].n_lost == 1, LIMIT)
+        wait_until(lambda: jobs[0].n_lost == 1)
         assert victim.state == "silent"
         assert [text_of(job) for job in jobs] == [alone()] * 2 and jobs[1].n_lost == 0
     finally:
         kill(victim, signal.SIGCONT)
-    wait_until(lambda: victim.state == "up", LIMIT)     # it was only suspended, and reports again
-    wait_until(lambda: running(paced) == 0, LIMIT)
+    wait_until(lambda: victim.state == "up")     # it was only suspended, and reports again
+    wait_until(lambda: running(paced) == 0)
 
 
 FRONT = """if True:
@@ -361,7 +361,7 @@ def test_answers_of_a_front_that_is_killed_end(two_nodes):
         other = subprocess.Popen([sys.executable, "-c", FRONT, two_nodes[0].address, engine.link.application],
                                  cwd=ROOT, stdout=subprocess.PIPE)
         assert other.stdout.readline() == b"begun\n"
-        wait_until(lambda: running(engine) == 2, LIMIT)
+        wait_until(lambda: running(engine) == 2)
         other.kill()
         other.communicate()
         wait_until(lambda: running(engine) == 1, 60)
@@ -426,15 +426,15 @@ def test_a_rolling_change_loses_nothing(two_nodes):
         def ask():
             answers = []
             while not over.is_set():
-                answers.append(text_of(engine.submit(Request(prompt(), timeout=LIMIT))))
+                answers.append(text_of(engine.submit(Request(prompt(), timeout=PATIENCE))))
             return answers
 
         with ThreadPoolExecutor(3) as pool:
             clients = [pool.submit(ask) for _ in range(3)]
             try:
-                wait_until(lambda: running(engine) == 3, LIMIT)
+                wait_until(lambda: running(engine) == 3)
                 assert cluster.keep(wish_for(("paced", {"script": then, "pace": PACE}), 2, "rolling")) is True
-                wait_until(lambda: not before & {one.id for one in engine.replicas}, LIMIT)
+                wait_until(lambda: not before & {one.id for one in engine.replicas})
                 until_up(engine, 2)
                 time.sleep(0.5)
             finally:
@@ -461,7 +461,7 @@ def idle_fronts(engine, n):
     threads = [threading.Thread(target=listen, args=(f"idle {i}",)) for i in range(n)]
     for thread in threads:
         thread.start()
-    wait_until(lambda: len(n_heard) == n, LIMIT)
+    wait_until(lambda: len(n_heard) == n)
     try:
         yield
     finally:
@@ -478,9 +478,9 @@ def test_replicas_come_and_go_with_the_load(two_nodes, monkeypatch):
     with replicated(("paced", {"script": LONG * 4, "pace": PACE, "n_slots": 1}), n=1, most=2) as engine, \
             idle_fronts(engine, 4):
         jobs = begun(engine, 4)
-        wait_until(lambda: sum(one.state == "up" for one in engine.replicas) == 2, LIMIT)
+        wait_until(lambda: sum(one.state == "up" for one in engine.replicas) == 2)
         assert [text_of(job) for job in jobs] == [alone(LONG * 4)] * 4      # none was lost to one that goes
-        wait_until(lambda: sum(one.state == "up" for one in engine.replicas) == 1, LIMIT)
+        wait_until(lambda: sum(one.state == "up" for one in engine.replicas) == 1)
 
 
 def test_what_cannot_be_started_is_a_sentence(two_nodes, monkeypatch):
@@ -499,7 +499,7 @@ def test_the_command_of_the_page_ends_replicas(two_nodes, scripted, capsys):
     with replicated(("paced", {}), name="qengine-model"):
         assert cluster.running("qengine-model") is not None
         done = subprocess.run([sys.executable, *command.replace("auto", two_nodes[0].address).split()], cwd=ROOT,
-                              capture_output=True, text=True, timeout=LIMIT)
+                              capture_output=True, text=True, timeout=PATIENCE)
         assert done.returncode == 0 and "the replicas of model have ended\n" in done.stderr
         assert cluster.states("qengine-model") == {}
         assert end_replicas("here") == 0 and "no replicas run on the cluster at here" in capsys.readouterr().err
@@ -579,7 +579,7 @@ def test_several_replicated_models_on_the_command_line():
     process = start("--ray", "local", "--serve", "0", ctx=1024,
                     model=("-m", f"a={qengine.DEFAULT_MODEL},replicas=1", "-m", f"b={TINY},replicas=2"))
     try:
-        impatient = threading.Timer(LIMIT, process.kill)
+        impatient = threading.Timer(PATIENCE, process.kill)
         impatient.start()
         # Ray writes to the same terminal, from threads of its own: half a line of it may stand before ours.
         line = next(line for line in process.stderr if "serving a on " in line)
@@ -587,7 +587,7 @@ def test_several_replicated_models_on_the_command_line():
         port = int(line.partition("127.0.0.1:")[2].partition("/")[0])
         models = send(port, "GET", "/v1/models")[2]["data"]
         assert [one["id"] for one in models] == ["a", "b"]
-        wait_until(lambda: len(states_at(port)) == 3 and {*states_at(port)} == {"up"}, LIMIT)
+        wait_until(lambda: len(states_at(port)) == 3 and {*states_at(port)} == {"up"})
         short = {"temperature": 0, "max_tokens": 8}
         seen = send(port, "POST", CHAT, short | {"model": "a", "messages": [{"role": "user", "content": chat}]})[2]
         told = send(port, "POST", "/v1/completions", short | {"model": "b", "prompt": "hi"})[2]
@@ -599,9 +599,9 @@ def test_several_replicated_models_on_the_command_line():
         started = descendants(process.pid)
     finally:
         process.terminate()
-        _, rest = process.communicate(timeout=LIMIT)
+        _, rest = process.communicate(timeout=PATIENCE)
     assert process.returncode == 0 and "Traceback" not in rest and len(started) > 3
-    wait_until(lambda: not started & descendants(1), LIMIT)
+    wait_until(lambda: not started & descendants(1))
 
 
 def states_at(port):

@@ -129,11 +129,11 @@ def test_requests_with_and_without_side_by_side(engine):
 def test_many_long_stop_strings_cost_little():
     """However much of them the text has: minutes where each was compared with the text's end again at every letter."""
     scanner = StopScanner(["a" * (STOP_LETTERS - 1) + chr(98 + i) for i in range(16)])
-    started = time.perf_counter()
+    started = time.thread_time()
     shown = "".join(scanner.push("a") for _ in range(20_000))
     assert len(shown) == 20_000 - STOP_LETTERS + 1 and not scanner.stopped
     assert scanner.push("b") == "" and scanner.stopped
-    assert time.perf_counter() - started < 10       # 0.2 s
+    assert time.thread_time() - started < 10       # 0.2 s
 
 
 def test_stop_strings_count_after_a_token(engine):

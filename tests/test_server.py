@@ -22,9 +22,10 @@ from api.errors import MAX_BODY
 from api.service import Service
 from engine.request import Delta, EngineStopped, Fault, RequestError, StopScanner
 from engine.served import Models, Served
-from tests.clients import CHAT, HI, TEXT, app_of, assert_error, official_client, send, serving, wait_until
+from tests.clients import CHAT, HI, TEXT, app_of, assert_error, official_client, send, serving
 from tests.scripted import Unreal
 from tests.tiny import CONTEXT, tiny_engine
+from tests.until import PATIENCE, wait_until
 
 PROMPT = "The quick brown fox"
 MESSAGES = [{"role": "user", "content": PROMPT}]
@@ -408,7 +409,7 @@ def test_a_body_too_large(port):
     (b"GET / HTTP/1.1\r\nX: " + b"x" * (300 << 10), 431),
 ], ids=["nonsense", "length", "chunk", "coding", "body", "header"])
 def test_what_is_no_http_request(port, head, status):
-    with socket.create_connection(("127.0.0.1", port), timeout=30) as connection:
+    with socket.create_connection(("127.0.0.1", port), timeout=PATIENCE) as connection:
         connection.sendall(head + b"\r\n\r\n")
         answer = http.client.HTTPResponse(connection)
         answer.begin()
@@ -502,12 +503,13 @@ LONG = {"prompt": PROMPT, "max_tokens": CONTEXT - 100, "ignore_eos": True}
 
 def test_too_many_requests(engine):
     with serving(app_of(engine, max_requests=1)) as (port, service):
-        connection = start(port, LONG | {"stream": True})
-        wait_until(lambda: service.open)
-        answer = send(port, "POST", TEXT, {"prompt": "hi"})
-        assert_error(answer, 429)
-        assert answer[1]["Retry-After"] and answer[2]["error"]["type"] == "rate_limit_error"
-        assert send(port, "GET", "/health")[0] == 200
+        with engine.scheduler.borrow_slot(1):       # nothing starts, and so nothing ends
+            connection = start(port, LONG | {"stream": True})
+            wait_until(lambda: service.open)
+            answer = send(port, "POST", TEXT, {"prompt": "hi"})
+            assert_error(answer, 429)
+            assert answer[1]["Retry-After"] and answer[2]["error"]["type"] == "rate_limit_error"
+            assert send(port, "GET", "/health")[0] == 200
         connection.close()
         wait_until(lambda: not service.open)
         assert send(port, "POST", TEXT, {"prompt": "hi", "max_tokens": 1})[0] == 200
@@ -515,7 +517,7 @@ def test_too_many_requests(engine):
 
 def start(port, body):
     """Sends a completion request and returns its connection, the answer unread."""
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE)
     connection.request("POST", TEXT, json.dumps(body))
     return connection
 
@@ -634,7 +636,7 @@ class Endless(Unreal):
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 def test_a_client_that_does_not_read_loses_its_place(engine, monkeypatch, stream):
     monkeypatch.setattr(connection_api, "READ_SECONDS", 1)
-    generation = Endless() if stream else Unhurried([Delta(1, "a" * (20 << 20), "stop")])
+    generation = Endless() if stream else Unhurried((2, Delta(1, "a" * (20 << 20), "stop")))
     monkeypatch.setattr(engine, "submit", lambda request: generation)
     with serving(app_of(engine)) as (port, service):
         client = start(port, LONG | {"stream": stream})
@@ -645,20 +647,21 @@ def test_a_client_that_does_not_read_loses_its_place(engine, monkeypatch, stream
 
 
 class Unhurried(Unreal):
-    """A generation that takes two seconds for each thing it says."""
+    """A generation that takes so many seconds for each thing it says."""
 
     n_generated, cancelled = 0, False
 
-    def __init__(self, said):
+    def __init__(self, *said):
         super().__init__()
-        self.said = said
+        self.said = list(said)
 
     def take(self):
         if not self.said:
             return None
-        time.sleep(2)
+        seconds, delta = self.said.pop(0)
+        time.sleep(seconds)
         self.n_generated += 1
-        return self.said.pop(0)
+        return delta
 
     def cancel(self):
         self.cancelled = True
@@ -666,8 +669,8 @@ class Unhurried(Unreal):
 
 def test_a_client_that_reads_slowly_keeps_its_place(engine, monkeypatch):
     """Also while there is nothing to read."""
-    monkeypatch.setattr(connection_api, "READ_SECONDS", 1)
-    generation = Unhurried([Delta(1, "a" * (8 << 20)), Delta(1, "b", "stop")])
+    monkeypatch.setattr(connection_api, "READ_SECONDS", 4)
+    generation = Unhurried((0, Delta(1, "a" * (8 << 20))), (5, Delta(1, "b", "stop")))
     monkeypatch.setattr(engine, "submit", lambda request: generation)
     with serving(app_of(engine)) as (port, _):
         answer, n = start(port, LONG | {"stream": True}).getresponse(), 0

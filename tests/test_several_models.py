@@ -23,6 +23,7 @@ from kernels.emulated.card import EmulatedCard
 from tests.clients import CHAT, HI
 from tests.oracle import EMBEDDING, oracle_path
 from tests.test_cli import run
+from tests.until import PATIENCE, wait_until
 
 pytestmark = pytest.mark.usefixtures("compiled_when_launched")
 
@@ -290,13 +291,11 @@ def test_what_fits_is_loaded_together_and_runs_together(monkeypatch):
 def test_an_idle_model_gives_its_memory_back(monkeypatch):
     models = ["-m", f"a={TINY},ctx=512", "-m", f"b={SMALL},ctx=512,idle=500ms"]
     with served(monkeypatch, 1 << 28, *models) as (group, app, card):
-        before = card.free_bytes
-        assert isinstance(ask(app, "b"), str) and card.free_bytes < before
-        for _ in range(200):
-            if group.served[1].state == "unloaded" and card.free_bytes == before:
-                break
-            threading.Event().wait(0.05)
-        assert card.free_bytes == before and group.served[0].state == "loaded"
+        before, left, put_away = card.free_bytes, [], group.put_away
+        group.put_away = lambda engine: (left.append(card.free_bytes), put_away(engine))
+        assert isinstance(ask(app, "b"), str)
+        wait_until(lambda: group.served[1].state == "unloaded" and left and card.free_bytes == before)
+        assert left[0] < before and group.served[0].state == "loaded"
 
 
 # ---- a server -------------------------------------------------------------------------------------------------------
@@ -305,7 +304,7 @@ def test_an_idle_model_gives_its_memory_back(monkeypatch):
 def post(port, path, body):
     request = urllib.request.Request(f"http://127.0.0.1:{port}{path}", json.dumps(body).encode())
     try:
-        with urllib.request.urlopen(request, timeout=120) as answer:
+        with urllib.request.urlopen(request, timeout=PATIENCE) as answer:
             return json.load(answer)
     except urllib.error.HTTPError as error:
         return json.load(error)
@@ -331,7 +330,7 @@ def test_a_server_of_the_shipped_model_and_one_for_embeddings():
         assert "can make embeddings" in post(port, CHAT, {"model": "rows", "messages": [HI]})["error"]["message"]
     finally:
         process.terminate()
-        _, rest = process.communicate(timeout=60)
+        _, rest = process.communicate(timeout=PATIENCE)
     assert process.returncode in (0, 143, -15) and "loaded model=rows seconds=" in rest and "Traceback" not in rest
 
 
@@ -342,7 +341,6 @@ def test_rows_of_a_model_that_was_away_are_the_same(monkeypatch):
             answer = app.test_client().post("/api/embed", json={"model": "rows", "input": "a b", "keep_alive": 0},
                                             buffered=True)
             found.append(answer.json["embeddings"])
-            while group.first.state != "unloaded":
-                threading.Event().wait(0.02)
+            wait_until(lambda: group.first.state == "unloaded")
         np.testing.assert_array_equal(*found)
         assert group.first.n_loads == 2

@@ -16,6 +16,7 @@ from api.service import create_app
 from kernels.card import OutOfMemory, PlannedCard
 from kernels.emulated.card import EmulatedCard
 from tests.test_cli import run, start
+from tests.until import PATIENCE
 
 CHAT, EMBEDDING, RERANKER = "synthetic:tiny", "synthetic:qwen3-tiny-embedding", "synthetic:qwen3-tiny-reranker"
 SIDE = "--embedding-model", EMBEDDING, "--reranking-model", RERANKER
@@ -180,7 +181,7 @@ def test_a_main_model_that_does_not_fit_beside_the_others(capsys, monkeypatch):
 
 def ask(port, path, body):
     request = urllib.request.Request(f"http://127.0.0.1:{port}{path}", json.dumps(body).encode())
-    with urllib.request.urlopen(request, timeout=60) as answer:
+    with urllib.request.urlopen(request, timeout=PATIENCE) as answer:
         return json.load(answer)
 
 
@@ -201,5 +202,5 @@ def test_a_server_of_all_three(tmp_path):
         assert ask(port, "/v1/completions", {"prompt": "a", "max_tokens": 2})["choices"]
     finally:
         process.terminate()
-        process.wait(60)
+        process.wait(PATIENCE)
     assert process.returncode in (0, 143, -15)

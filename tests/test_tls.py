@@ -19,10 +19,11 @@ from api.access import is_secret
 from api.tls import HANDSHAKE, read_certificate
 from cli.main import main
 from engine.request import RequestError
-from tests.clients import TEXT, app_of, assert_error, serving, wait_until
+from tests.clients import TEXT, app_of, assert_error, serving
 from tests.paced import PacedEngine
-from tests.test_cli import PATIENCE, start
+from tests.test_cli import start
 from tests.test_http import ANSWER, COMPLETION, HEALTH, connected, read_answer
+from tests.until import PATIENCE, wait_until
 
 AUTHORITY = trustme.CA()
 ISSUED = AUTHORITY.issue_cert("127.0.0.1", "localhost")
@@ -100,7 +101,7 @@ def test_a_hundred_at_once(tls):
 def test_a_client_that_hangs_up(tls, stream):
     engine = PacedEngine(ANSWER * 20, pace=0.02)
     with serving(app_of(engine), tls) as (port, service):
-        connection = http.client.HTTPSConnection("127.0.0.1", port, timeout=30, context=trusting())
+        connection = http.client.HTTPSConnection("127.0.0.1", port, timeout=PATIENCE, context=trusting())
         connection.request("POST", TEXT, json.dumps(COMPLETION | {"max_tokens": 1000, "stream": stream}))
         wait_until(lambda: engine.generations)
         connection.close()
@@ -114,7 +115,7 @@ def test_large_bodies_and_large_answers(tls):
     engine = PacedEngine()
     engine.name = "long" * 2_000_000
     with serving(app_of(engine), tls) as (port, _):
-        connection = http.client.HTTPSConnection("127.0.0.1", port, timeout=30, context=trusting())
+        connection = http.client.HTTPSConnection("127.0.0.1", port, timeout=PATIENCE, context=trusting())
         connection.request("POST", "/tokenize", json.dumps({"content": "hi"}).encode().ljust(4_000_000))
         assert json.load(connection.getresponse())["tokens"]
         connection.request("GET", "/v1/models")
@@ -143,14 +144,13 @@ def test_pieces_of_any_size(tls):
 
 
 def test_half_a_handshake_holds_nobody_up(tls, monkeypatch):
-    monkeypatch.setattr(connection_api, "REQUEST_SECONDS", 2)
     with serving(app_of(PacedEngine(ANSWER)), tls) as (port, _), contextlib.ExitStack() as stack:
         beginnings = b"", HANDSHAKE, HANDSHAKE + b"\x03\x01\x02\x00\x01\x00", HANDSHAKE + b"nonsense" * 100
         halves = [stack.enter_context(connected(port, said)) for said in beginnings * 5]
         with secure_client(port, HEALTH) as client:
             assert read_answer(client)[0] == 200
+        monkeypatch.setattr(connection_api, "REQUEST_SECONDS", 2)
         for half in halves:         # the server ends them all
-            half.settimeout(20)
             with contextlib.suppress(ConnectionError):
                 while half.recv(1000):
                     pass
@@ -187,7 +187,7 @@ def test_the_end_is_told(tls):
 @pytest.mark.parametrize("origin, status", [("https://{}", 200), ("https://evil.example", 403)])
 def test_pages_of_the_server_itself_may_ask(tls, origin, status):
     with serving(app_of(PacedEngine()), tls) as (port, _):
-        connection = http.client.HTTPSConnection("127.0.0.1", port, timeout=30, context=trusting())
+        connection = http.client.HTTPSConnection("127.0.0.1", port, timeout=PATIENCE, context=trusting())
         connection.request("GET", "/v1/models", headers={"Origin": origin.format(f"127.0.0.1:{port}")})
         assert connection.getresponse().status == status
         connection.close()

@@ -473,7 +473,7 @@ def test_the_time_goes_on_while_a_warp_sleeps(target):
     """%globaltimer is in nanoseconds; a sleep lasts at least as long as it should, and not for ever."""
     got = warp("""mov.u64 %rd3, %globaltimer; mov.u32 %r3, 3000000; nanosleep.u32 %r3; nanosleep.u32 500;
     mov.u64 %rd4, %globaltimer; sub.u64 %rd4, %rd4, %rd3; cvt.u32.u64 %r9, %rd4;""", target=target)
-    assert (got >= 3_000_000).all() and (got < 2_000_000_000).all()
+    assert (got >= 3_000_000).all() and (got < 4_000_000_000).all()
 
 
 def test_what_is_released_and_acquired():
