@@ -71,8 +71,8 @@ def test_timings_are_those_of_llama_cpp():
             n_prompt, n = generation.n_prompt - generation.n_cached, generation.n_generated
             assert (timings["prompt_n"], timings["predicted_n"]) == (n_prompt, n)
             assert 0 < timings["cache_n"] == generation.n_cached
-            answer = generation.token_times[-1] - generation.token_times[0]
-            assert 100 <= timings["prompt_ms"] and timings["predicted_ms"] == pytest.approx(1e3 * answer, abs=0.01)
+            assert timings["prompt_ms"] >= 100
+            assert timings["predicted_ms"] == pytest.approx(1e3 * generation.timings().answer, abs=0.01) != 0
             assert timings["prompt_n"] == pytest.approx(timings["prompt_per_second"] * timings["prompt_ms"] / 1e3, 1e-3)
             assert n - 1 == pytest.approx(timings["predicted_per_second"] * timings["predicted_ms"] / 1e3, rel=1e-3)
             assert timings["wait_ms"] == 0 and "draft_n" not in timings

@@ -371,7 +371,7 @@ def test_too_many_patterns_that_meet_are_refused_at_once(name):
     assert rules_of(Rules(shipped().tokenizer.tags, "content"), XMLCall, Conversation(
         [], None, Toolbox([], [Tool("f", {"properties": {"a": TOO_MUCH_MEETS[name] | {"type": ["object", "array"]}}})],
                           must=False))) == {}
-    assert time.thread_time() - start < 5
+    assert time.thread_time() - start < 1
 
 
 def test_patterns_that_meet():

@@ -15,7 +15,7 @@ from engine.request import RequestError
 from tests.longest_wait import LongestWait
 from tests.schemas import random_schema
 
-SECONDS = 0.4               # of work while other threads wait; 0.1 where this was written, and 1.2 without limits
+SECONDS = 0.2               # of work while other threads wait; 0.1 where this was written, and 1.2 without limits
 
 
 def filled(part: str, before='{"a":[', after="0]}", n=None) -> bytes:
