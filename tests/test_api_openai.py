@@ -64,10 +64,10 @@ def test_timings_are_those_of_llama_cpp():
         whole = web.post(path, json=said).json
         streams = [web.post(path, json=said | more | {"stream": True}).text
                    for more in ({}, {"stream_options": {"include_usage": True}})]
-        for *others, last in [[whole], *(list(map(json.loads, re.findall("^data: ({.*)$", text, re.M)))
-                                        for text in streams)]:
+        found = [[whole], *(list(map(json.loads, re.findall("^data: ({.*)$", text, re.M))) for text in streams)]
+        for generation, (*others, last) in zip(engine.generations[-3:], found, strict=True):
             assert not any("timings" in other for other in others)
-            generation, timings = engine.generations[-1], last["timings"]
+            timings = last["timings"]
             n_prompt, n = generation.n_prompt - generation.n_cached, generation.n_generated
             assert (timings["prompt_n"], timings["predicted_n"]) == (n_prompt, n)
             assert 0 < timings["cache_n"] == generation.n_cached
