@@ -257,19 +257,19 @@ def test_random_streams_keep_every_order_that_events_force(late):
 
 
 def test_link_speed():
-    card, may_go_on = EmulatedCard(link_gbs=0.02), threading.Event()
+    card, may_go_on, went_on = EmulatedCard(link_gbs=0.02), threading.Event(), []
     host = np.zeros(1_000_000, np.int8)
     start = time.perf_counter()
     x = card.upload(host)
     card.download(x)
     assert time.perf_counter() - start >= 0.1
     pinned = card.pinned(1_000_000, "int8")
-    card.default_stream.push(lambda: may_go_on.wait(PATIENCE))
-    card.copy_in(x, pinned)                              # the host goes on before the copy has begun
+    card.default_stream.push(lambda: went_on.append(may_go_on.wait(PATIENCE)))
+    card.copy_in(x, pinned)
     start = time.perf_counter()
-    may_go_on.set()
+    may_go_on.set()                                      # the host has gone on before the copy has begun
     card.synchronize()
-    assert time.perf_counter() - start >= 0.05
+    assert time.perf_counter() - start >= 0.05 and went_on == [True]
 
 
 def test_failure_surfaces_at_synchronize_and_stays():

@@ -553,7 +553,7 @@ LONG_HI = {"role": "user", "content": "hi " * 300}
                                         ("/v1/messages", {"messages": [LONG_HI], "max_tokens": 99})])
 def test_a_stream_says_how_much_of_a_prompt_is_read(monkeypatch, path, body):
     monkeypatch.setattr(streams, "READING_SECONDS", 0.05)
-    with serving(app_of(engine := PacedEngine(ANSWER, delay=15, is_reading=True))) as (port, _):
+    with serving(app_of(engine := PacedEngine(ANSWER, delay=60, is_reading=True))) as (port, _):
         connection, started = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE), time.monotonic()
         connection.request("POST", path, json.dumps(body | {"stream": True}))
         answer, said = connection.getresponse(), []
