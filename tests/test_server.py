@@ -669,8 +669,8 @@ class Unhurried(Unreal):
 
 def test_a_client_that_reads_slowly_keeps_its_place(engine, monkeypatch):
     """Also while there is nothing to read."""
-    monkeypatch.setattr(connection_api, "READ_SECONDS", 4)
-    generation = Unhurried((0, Delta(1, "a" * (8 << 20))), (5, Delta(1, "b", "stop")))
+    monkeypatch.setattr(connection_api, "READ_SECONDS", 3)
+    generation = Unhurried((4, Delta(1, "a" * (8 << 20))), (4, Delta(1, "b", "stop")))
     monkeypatch.setattr(engine, "submit", lambda request: generation)
     with serving(app_of(engine)) as (port, _):
         answer, n = start(port, LONG | {"stream": True}).getresponse(), 0
