@@ -3,7 +3,6 @@ bytes with VNNI, 16-bit numbers with AVX2."""
 
 from .conversions import Conversions
 from .emit import WARP, const, vector_const
-from .flow import split_operands
 from .ptx import Reg
 
 _LONGEST = 124  # words of a chain: 256 times the sum of 127 dot products of four bytes still fits int32
@@ -45,7 +44,7 @@ class Dots(Conversions):
         self.dot_chains, self.inner_dots = {}, set()
         places, written = {id(i): place for place, i in enumerate(instrs)}, {}
         for place, instr in enumerate(instrs):
-            for register in split_operands(instr)[0]:
+            for register in instr.written:
                 written.setdefault(register, []).append(place)
 
         def waits(instr, end):

@@ -7,7 +7,6 @@ as text.
 from collections import Counter
 from dataclasses import dataclass
 
-from .flow import reads, split_operands
 from .nans import Results
 from .ptx import SIZES, Imm, Symbol
 
@@ -178,8 +177,8 @@ class Operands(Code):
         self.repeats = {}                                  # in this block, register -> Repeat
         self.results = Results(lanes.every, self.registers)
         self.leaving = {}                                  # registers whose NaN the current instruction shows
-        self.n_definitions = Counter(r for i in lanes.every for r in split_operands(i)[0])
-        self.n_uses = Counter(r for i in lanes.every for r in reads(i))
+        self.n_definitions = Counter(r for i in lanes.every for r in i.written)
+        self.n_uses = Counter(r for i in lanes.every for r in i.reads)
 
     def type_of(self, register):
         return llvm_type(self.registers[register])

@@ -19,27 +19,11 @@ the place where they open the lock, to the first where the warp synchronizes or 
 
 from dataclasses import dataclass, field
 
-from .ptx import Instr, Label, Mem, Symbol, Unsupported, registers_of
+from .ptx import Instr, Label, Mem, Symbol, Unsupported
 
 EXIT = -1
-NO_RESULT = {"st", "bra", "bar", "barrier", "membar", "fence", "ret", "exit", "red", "trap", "brkpt",
-             "nanosleep", "prefetch", "prefetchu", "discard", "pragma", "cp"}
 WRITES = {"st", "atom", "red"}
 ENDS_BLOCK = {"bra", "ret", "exit", "trap"}         # and barriers, see is_barrier
-
-
-def split_operands(instr):
-    """(registers written, operands read) of an instruction."""
-    if instr.name in NO_RESULT or instr.name == "bar" or not instr.operands:
-        return [], list(instr.operands)
-    written = registers_of(instr.operands[0]) if not isinstance(instr.operands[0], Mem) else []
-    return [r for r in written if r != "_"], list(instr.operands[1:])
-
-
-def reads(instr):
-    """Names of the registers that an instruction reads."""
-    guard = [instr.guard[0].name] if instr.guard else []
-    return guard + [r for o in split_operands(instr)[1] for r in registers_of(o)]
 
 
 def computed_from(registers, instrs):
@@ -48,8 +32,8 @@ def computed_from(registers, instrs):
     while len(found) > before:
         before = len(found)
         for instr in instrs:
-            if not found.isdisjoint(reads(instr)):
-                found.update(split_operands(instr)[0])
+            if not found.isdisjoint(instr.reads):
+                found.update(instr.written)
     return found
 
 
@@ -141,8 +125,8 @@ class Flow:
         for block in self.blocks:
             used, defined = set(), set()
             for instr in block.instrs + ([block.end] if block.end else []):
-                used |= {r for r in reads(instr) if r not in defined}
-                defined |= set(split_operands(instr)[0])
+                used |= {r for r in instr.reads if r not in defined}
+                defined |= set(instr.written)
             use[block.index], define[block.index] = used, defined
         changed = True
         while changed:
@@ -191,10 +175,10 @@ class Flow:
 
     def _find_spins(self):
         """Finds the loops that poll: they ask again and again whether another thread has written something."""
-        used = {r for b in self.blocks for i in self._all(b.index) for r in reads(i)}
+        used = {r for b in self.blocks for i in self._all(b.index) for r in i.reads}
         for header, loop in self.loops.items():
             instrs = [i for b in sorted(loop) for i in self._all(b)]
-            polls = [i for i in instrs if i.name == "atom" and used & set(split_operands(i)[0]) or
+            polls = [i for i in instrs if i.name == "atom" and used & set(i.written) or
                      i.name == "ld" and {"volatile", "relaxed", "acquire"} & set(i.mods)]
             polls = polls or _plain_polls(instrs)
             if polls:
@@ -253,7 +237,7 @@ class Flow:
 
     def _divided(self, sides, meeting):
         """Registers written on one side of a branch and live on the other, or where the sides meet."""
-        written = [{r for b in side - {meeting} for i in self._all(b) for r in split_operands(i)[0]}
+        written = [{r for b in side - {meeting} for i in self._all(b) for r in i.written}
                    for side in sides]
         live = [set().union(*(self.blocks[b].live_in for b in side)) for side in sides]
         if len(sides) == 1:
@@ -295,7 +279,7 @@ def _plain_polls(instrs):
     if not (repeats and loads):
         return []
     decides = {i.guard[0].name for i in instrs if i.guard}
-    return [i for i in loads if decides & computed_from(split_operands(i)[0], instrs)]
+    return [i for i in loads if decides & computed_from(i.written, instrs)]
 
 
 def _places(instrs):

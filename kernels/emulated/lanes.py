@@ -14,7 +14,6 @@ divides is varying.
 
 from dataclasses import dataclass, replace
 
-from .flow import reads, split_operands
 from .ptx import SIZES, Imm, Mem, Pack, Pair, Reg, Symbol, registers_of
 
 WARP = 32
@@ -252,6 +251,50 @@ def thread_index(axis, block):
     return VARYING
 
 
+def special(name, block):
+    """The shape of a special register; None for another one."""
+    if name.startswith("%tid."):
+        return thread_index("xyz".index(name[-1]), block)
+    if name.startswith("%ntid."):
+        return constant(block["xyz".index(name[-1])])
+    if name.startswith(("%ctaid.", "%nctaid.")):
+        return Shape(bound=1 << 31 if name[-1] == "x" else 1 << 16)
+    if name == "%laneid":
+        return Shape(tuple(range(WARP)), const=0, tz=64, bound=WARP)
+    if name.startswith("%lanemask"):
+        return VARYING
+    if name == "WARP_SZ":
+        return constant(WARP)
+    if name in ("%warpid", "%nwarpid", "%smid", "%nsmid", "%gridid", "%clock", "%clock64", "%globaltimer",
+                "%dynamic_smem_size", "%total_smem_size"):
+        return UNIFORM
+    return None
+
+
+class Rule:
+    """What an instruction's results are found by."""
+
+    def __init__(self, lanes, instr):
+        self.instr, self.compute = instr, getattr(lanes, "_" + instr.name, None)
+        self.bits = 8 * SIZES.get(instr.mods[-1], 8) if instr.mods else 64
+        self.before = None                          # the shapes of the operands at the last time
+        self.operands = [self._source(lanes, o, self.bits if instr.name != "cvt" else 64) for o in instr.sources]
+
+    @staticmethod
+    def _source(lanes, operand, bits):
+        """Of an operand its shape, if that never changes; the name of a register; else (operand, bits)."""
+        operand = operand.base if isinstance(operand, Mem) else operand
+        if isinstance(operand, (Imm, Symbol)):
+            return lanes.of(operand, bits)
+        if isinstance(operand, Reg):
+            return special(operand.name, lanes.block) or operand.name
+        return operand, bits
+
+    def operand_shapes(self, lanes):
+        shapes = lanes.shapes
+        return [shapes.get(s) if type(s) is str else s if type(s) is Shape else lanes.of(*s) for s in self.operands]
+
+
 class Lanes:
     """Shapes of all registers of a function, and the divergent branches (told to `flow`).
 
@@ -265,9 +308,10 @@ class Lanes:
         self.shapes, self.divided = {}, set()
         self.instrs = [i for b in flow.blocks for i in b.instrs]
         self.every = self.instrs + [b.end for b in flow.blocks if b.end]
-        written = {r for i in self.every for r in split_operands(i)[0]}
+        self.rules = [Rule(self, i) for i in self.instrs if i.written]
+        written = {r for i in self.every for r in i.written}
         self.shapes |= {r: UNIFORM for i in self.every
-                        for r in reads(i) if r in self.types and r not in written}
+                        for r in i.reads if r in self.types and r not in written}
         self._settle()
         self.needs_vector = self._vector_uses()
 
@@ -291,8 +335,8 @@ class Lanes:
         changed, rounds = True, 0
         while changed:
             changed, rounds = False, rounds + 1
-            for instr in self.instrs:
-                for r, shape in self._results(instr):
+            for rule in self.rules:
+                for r, shape in self._results(rule):
                     if r in self.divided:
                         continue
                     old = self.shapes.get(r)
@@ -308,7 +352,7 @@ class Lanes:
         if isinstance(operand, Imm):
             return UNIFORM if operand.floating else constant(operand.value, bits)
         if isinstance(operand, Reg):
-            return self._special(operand.name) or self.shapes.get(operand.name)
+            return self.shapes.get(operand.name) or special(operand.name, self.block)
         if isinstance(operand, Symbol):
             return self.symbols.get(operand.name, UNIFORM)
         if isinstance(operand, Mem):
@@ -319,42 +363,23 @@ class Lanes:
             return None
         return UNIFORM if all(s.uniform and s.exact for s in shapes) else VARYING
 
-    def _special(self, name):
-        if name.startswith("%tid."):
-            return thread_index("xyz".index(name[-1]), self.block)
-        if name.startswith("%ntid."):
-            return constant(self.block["xyz".index(name[-1])])
-        if name.startswith(("%ctaid.", "%nctaid.")):
-            return Shape(bound=1 << 31 if name[-1] == "x" else 1 << 16)
-        if name == "%laneid":
-            return Shape(tuple(range(WARP)), const=0, tz=64, bound=WARP)
-        if name.startswith("%lanemask"):
-            return VARYING
-        if name == "WARP_SZ":
-            return constant(WARP)
-        if name in ("%warpid", "%nwarpid", "%smid", "%nsmid", "%gridid", "%clock", "%clock64", "%globaltimer",
-                    "%dynamic_smem_size", "%total_smem_size"):
-            return UNIFORM
-        return None
-
-    def _results(self, instr):
-        """[(register, shape)] that an instruction writes, [] while an operand is unknown."""
-        written, sources = split_operands(instr)
-        if not written:
+    def _results(self, rule):
+        """[(register, shape)] that an instruction writes: [] while an operand is unknown, and where no operand has
+        another shape than before, since to join the same results again changes nothing."""
+        instr, shapes = rule.instr, rule.operand_shapes(self)
+        if shapes == rule.before:
             return []
-        bits = 8 * SIZES.get(instr.mods[-1], 8) if instr.mods else 64
-        shapes = [self.of(o, bits if instr.name != "cvt" else 64) for o in sources]
+        rule.before = shapes
         if None in shapes:
             return []
-        rule = getattr(self, "_" + instr.name, None)
         try:
-            shape = rule(instr, shapes, bits) if rule else None
+            shape = rule.compute(instr, shapes, rule.bits) if rule.compute else None
         except (IndexError, KeyError, TypeError, ValueError) as error:
             raise instr.unsupported(f"{type(error).__name__}: {error}") from error
         if shape is None:
             same = all(s.uniform and s.exact for s in shapes)
             shape = UNIFORM if same and instr.name != "atom" else VARYING
-        return [(r, self._fit(r, instr, shape)) for r in written]
+        return [(r, self._fit(r, instr, shape)) for r in instr.written]
 
     def _fit(self, register, instr, shape):
         """A shape as a register can have it: only integer registers have patterns, and a pattern is dropped where it
@@ -474,10 +499,10 @@ class Lanes:
         while changed:
             changed = False
             for instr in self.instrs:
-                used = (set(reads(instr)) & loose) - needed
+                used = (set(instr.reads) & loose) - needed
                 if not used:
                     continue
-                results = split_operands(instr)[0]
+                results = instr.written
                 keeps = results and all(r in loose and r not in needed for r in results) \
                     or instr.name == "cvt" and all(self.shapes[r].exact and not self.shapes[r].varying
                                                    for r in results)

@@ -8,13 +8,14 @@ corrected: a NaN computed into a register that is also loaded or moved from memo
 one that an atomic addition leaves in memory: these may have the processor's bits.
 """
 
-from .flow import split_operands
 from .ptx import SIZES, Imm, Pair, Reg, registers_of
 
 KINDS = ("f32", "f16", "f16x2")
 _ARITHMETIC = {"add", "sub", "mul", "fma", "mad", "div", "rcp", "sqrt", "rsqrt", "ex2", "lg2", "sin", "cos",
                "tanh", "min", "max", "neg", "abs"}
 _COMPARISONS = {"setp", "set", "testp"}
+_READERS = _ARITHMETIC | _COMPARISONS | {"cvt"}
+_COPIES = {"mov": slice(1, None), "selp": slice(1, 3), "shfl": slice(1, 2)}
 
 
 def _computes(instr):
@@ -25,13 +26,12 @@ def _computes(instr):
 
 def _understands(instr):
     """The type of float as which an instruction reads its operands; None if it does not."""
-    return ("", *instr.mods)[-1] if instr.name in _ARITHMETIC | _COMPARISONS | {"cvt"} else None
+    return ("", *instr.mods)[-1] if instr.name in _READERS else None
 
 
 def _copied(instr):
     """The operands of which a result is a copy; `shfl` copies from another lane."""
-    return {"mov": instr.operands[1:], "selp": instr.operands[1:3],
-            "shfl": instr.operands[1:2]}.get(instr.name, ())
+    return instr.operands[_COPIES[instr.name]] if instr.name in _COPIES else ()
 
 
 class Results:
@@ -39,7 +39,7 @@ class Results:
     names."""
 
     def __init__(self, instrs, types):
-        written = [(r, i) for i in instrs for r in split_operands(i)[0]]
+        written = [(r, i) for i in instrs for r in i.written]
         self.of = {}
         for kind in KINDS:
             names = {r for r, t in types.items() if SIZES[t] == SIZES[kind]}
@@ -57,13 +57,14 @@ class Results:
 
     def leaving(self, instr):
         """The registers with such results whose bits become visible in an instruction: name -> type."""
-        found = {}
+        found, copied, understood = {}, _copied(instr), _understands(instr)
+        mentioned = [r for o in instr.operands for r in registers_of(o)]
+        target = instr.operands[0] if instr.operands else None
+        target = target.first if isinstance(target, Pair) else target
         for kind, names in self.of.items():
-            target = instr.operands[0] if instr.operands else None
-            target = target.first if isinstance(target, Pair) else target
-            stays = _copied(instr) and isinstance(target, Reg) and target.name in names
-            if not stays and _understands(instr) != kind:
-                found |= {r: kind for o in instr.operands for r in registers_of(o) if r in names}
+            stays = copied and isinstance(target, Reg) and target.name in names
+            if not stays and understood != kind:
+                found |= {r: kind for r in mentioned if r in names}
         return found
 
 

@@ -1,18 +1,19 @@
 """PTX text -> small dataclasses.
 
-Only the grammar is known here, not what an instruction means: a module is functions and variables, a function
-is parameters, registers, variables and a list of instructions and labels. Registers of nested scopes (inline
-assembly) get names of their own, calls of `.func` functions are replaced by their bodies, and an instruction
-under a predicate becomes a branch around it, so that the later stages see one flat list in which only `bra`
-is conditional. What an instruction does besides its operands is spelled out: the carry flag is a register, a
-jump through a table is a chain of branches, and a barrier that reduces is followed by a `barrier_result` that
-writes its register. `vprintf` is an instruction.
+Only the grammar is known here, not what an instruction means, except which operands are results: a module is
+functions and variables, a function is parameters, registers, variables and a list of instructions and labels.
+Registers of nested scopes (inline assembly) get names of their own, calls of `.func` functions are replaced by
+their bodies, and an instruction under a predicate becomes a branch around it, so that the later stages see one
+flat list in which only `bra` is conditional. What an instruction does besides its operands is spelled out: the
+carry flag is a register, a jump through a table is a chain of branches, and a barrier that reduces is followed
+by a `barrier_result` that writes its register. `vprintf` is an instruction.
 """
 
 import re
 import struct
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 
 class Unsupported(Exception):
@@ -59,6 +60,11 @@ class Pair:
     second: object
 
 
+# Instructions whose first operand is no result.
+NO_RESULT = {"st", "bra", "bar", "barrier", "membar", "fence", "ret", "exit", "red", "trap", "brkpt",
+             "nanosleep", "prefetch", "prefetchu", "discard", "pragma", "cp"}
+
+
 @dataclass(frozen=True)
 class Instr:
     """One instruction: name ("mad"), mods (("lo", "s32")), operands, guard (register, negated) and source
@@ -69,6 +75,24 @@ class Instr:
     guard: tuple | None = None
     line: int = 0
     text: str = ""
+
+    @cached_property
+    def written(self):
+        """Names of the registers that it writes."""
+        if self.name in NO_RESULT or not self.operands or isinstance(self.operands[0], Mem):
+            return ()
+        return tuple(r for r in registers_of(self.operands[0]) if r != "_")
+
+    @cached_property
+    def sources(self):
+        """The operands that it reads."""
+        return self.operands if self.name in NO_RESULT else self.operands[1:]
+
+    @cached_property
+    def reads(self):
+        """Names of the registers that it reads."""
+        operands = (self.guard[0], *self.sources) if self.guard else self.sources
+        return tuple(r for o in operands for r in registers_of(o))
 
     def unsupported(self, why=""):
         """The exception that refuses this instruction."""
@@ -192,9 +216,14 @@ def _declaration(statement):
     return Variable(match["name"], match["space"], match["type"], size, int(match["align"] or element), data)
 
 
+_BRACKETS = re.compile(r"[][{}()]")
+
+
 def _split(text):
     """Splits at commas that are not inside brackets or braces."""
     parts, depth, start = [], 0, 0
+    if not _BRACKETS.search(text):
+        return [part for p in text.split(",") if (part := p.strip())]
     for i, c in enumerate(text):
         depth += (c in "[{(") - (c in "]})")
         if c == "," and depth == 0:
@@ -333,19 +362,18 @@ class _Reader:
                 self.function.registers[own] = kind
 
     def instruction(self, statement, line):
-        text, guard = statement, None
-        match = re.match(r"@(!?)([\w$%]+)\s+(.*)$", statement, re.S)
-        if match:
+        text = statement = " ".join(statement.split())
+        guard = None
+        if statement.startswith("@") and (match := re.match(r"@(!?)([\w$%]+) (.*)$", statement)):
             guard, statement = (self.operand(match[2]), match[1] == "!"), match[3]
-        opcode, _, rest = re.sub(r"\s+", " ", statement).partition(" ")
+        opcode, _, rest = statement.partition(" ")
         if opcode.split(".")[0] == "call":
             operands = tuple(Pack(tuple(map(self.operand, _split(o.strip("() "))))) if o.startswith("(") else
                              self.operand(o) for o in _split(rest))
         else:
             operands = tuple(self.operand(o) for o in _split(rest))
         name, *mods = opcode.split(".")
-        return Instr(name, tuple(m for m in mods if m), operands, guard, line,
-                     re.sub(r"\s+", " ", text)[:200])
+        return Instr(name, tuple(m for m in mods if m), operands, guard, line, text[:200])
 
     def operand(self, text):
         text = text.strip()

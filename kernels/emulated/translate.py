@@ -13,7 +13,7 @@ import re
 from dataclasses import dataclass
 
 from .emit import WARP, bits_of, llvm_type
-from .flow import EXIT, Flow, LoopEnd, computed_from, is_barrier, split_operands
+from .flow import EXIT, Flow, LoopEnd, computed_from, is_barrier
 from .lanes import Lanes, Shape
 from .printing import Printing
 from .ptx import Imm, Symbol, parse
@@ -326,7 +326,7 @@ class Translator(Printing):
             if handler is None:
                 raise instr.unsupported()
             self.note_instruction(instr)
-            for register in split_operands(instr)[0]:
+            for register in instr.written:
                 self.quads.pop(register, None)
             try:
                 handler(instr)
