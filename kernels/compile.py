@@ -35,7 +35,6 @@ import tempfile
 import threading
 import types as python_types
 import warnings
-import weakref
 import zlib
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -64,7 +63,6 @@ _memory = {}                                    # (kernel, types, cc, folder) ->
 _functions = {}                                 # (digest, types, options) -> Numba's result for a device function
 _lowered = {}                                   # `cache_key` -> _Lowered
 _codes = {}                                     # id of a code object -> (it, `_portable` bytes, names that it loads)
-_texts = weakref.WeakKeyDictionary()            # module of LLVM IR -> its text
 # How many each of these tables keeps (`_keep`). Whoever runs a notebook's cell again makes its functions anew.
 MOST_COMPILED, MOST_FUNCTIONS, MOST_LOWERED, MOST_CODES = 1024, 2048, 512, 8192
 
@@ -263,17 +261,31 @@ def _lower(kernel, signature, cc):
         nvvm.set_launch_bounds(function, kernel.targetoptions.get("launch_bounds"))
         if any(getattr(file, "kind", None) != "cu" for file in library._linking_files):
             raise ValueError("a kernel can be linked with functions in CUDA C only")
-        called = [_llvm_text(module) for module in library.modules if module is not function.module]
+        _forget_objects(library)
+        # A function that several others call is there several times.
+        called = list(dict.fromkeys(str(module) for module in library.modules if module is not function.module))
         packed = zlib.compress(_without_variables(function.module).encode(), COMPRESSION)
         files = sorted(file.data for file in library._linking_files)
     return _keep(_lowered, MOST_LOWERED, place, _Lowered(symbol, packed, called, files))
 
 
-def _llvm_text(module):
-    """LLVM IR of a device function, for which many kernels ask."""
-    if module not in _texts:
-        _texts[module] = _without_variables(module)
-    return _texts[module]
+@dataclass(frozen=True)
+class _Text:
+    """LLVM IR of a device function in place of the thousands of objects that Numba made for it: collections would look
+    through these, and many kernels ask for their text."""
+    text: str
+    functions = ()                              # that Numba may still change
+
+    def __str__(self):
+        return self.text
+
+
+def _forget_objects(library):
+    """Of all functions that this one calls, directly or by way of others. External ones have none."""
+    for called in getattr(library, "_linking_libraries", ()):
+        if isinstance(getattr(called, "_module", None), ir.Module):
+            called._module = _Text(_without_variables(called._module))
+        _forget_objects(called)
 
 
 def _without_variables(module):
@@ -318,7 +330,9 @@ def _compile_device_function(function, return_type, args, **options):
     place = digest.digest(), return_type, args, repr(sorted(options.items()))
     if place in _functions:
         return _functions[place]
-    return _keep(_functions, MOST_FUNCTIONS, place, compile_cuda(function, return_type, args, **options))
+    result = compile_cuda(function, return_type, args, **options)
+    result.fndesc.typemap = result.fndesc.calltypes = None      # as large as the function; callers ask for neither
+    return _keep(_functions, MOST_FUNCTIONS, place, result._replace(type_annotation=None, metadata={}))
 
 
 @contextmanager

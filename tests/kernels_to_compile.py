@@ -44,6 +44,26 @@ def calls_device_function(x, n):
     x[uint32(0)] = polynomial(x[uint32(0)], n) + float32(TABLE[1]) + intrinsics.exp(x[uint32(1)])
 
 
+@cuda.jit
+def sets_variables_again(x, n):
+    """In branches and in loops; two exchange their values."""
+    low, high, found = uint32(0), uint32(n), float32(0)
+    while low < high:
+        middle = uint32(low + high) // uint32(2)
+        if x[middle] < found:
+            low = uint32(middle + uint32(1))
+        elif x[middle] > float32(FACTOR):
+            high = uint32(middle)
+            found = x[high]
+        else:
+            low, high = high, low
+            found += polynomial(found, low)
+    for i in range(uint32(4)):
+        found = found * x[i] + found
+    x[low] = found
+
+
 SEVERAL = ((half_sum, HALF_SIGNATURE), (calls_device_function, ("float32[1]", "uint32")),
+           (sets_variables_again, ("float32[1]", "uint32")),
            (rope.query_kernel(*rope.QWEN35), ("float16[1]", "float32[1]", "float32[1]", "int32[1]", "float32[1]",
                                               *["uint32"] * 5, "float32")))

@@ -1,5 +1,6 @@
 """Kernel compilation: what the PTX holds, what the cache key covers, and the cache itself under stress."""
 
+import inspect
 import linecache
 import os
 import re
@@ -17,6 +18,7 @@ import pytest
 from llvmlite import ir
 from numba import cuda, float32, int32, uint32
 from numba.cuda import descriptor
+from numba.cuda.core import ir as numba_ir
 from numba.cuda.core.targetconfig import ConfigStack
 from numba.cuda.extending import intrinsic
 from numba.cuda.flags import CUDAFlags
@@ -296,6 +298,25 @@ def test_quick_answers_are_those_of_numba():
         with pytest.raises(RuntimeError):
             context.get_abi_sizeof(named)       # of the modules that LLVM is given to read, none defines it
     assert answers() == plain
+
+
+def test_quick_answers_about_functions_and_statements():
+    """The parameters of functions, of which two have the same code, and the variables that statements name."""
+    here, scope = numba_ir.Loc("kernel.py", 1), numba_ir.Scope(None, numba_ir.Loc("kernel.py", 1))
+    a, b, c = (numba_ir.Var(scope, name, here) for name in "abc")
+    call = numba_ir.Expr.call(a, (b,), [("key", c)], here)
+    statements = [numba_ir.Assign(value, a, here) for value in (b, call, numba_ir.Expr.build_tuple([b, c], here))]
+    statements += [numba_ir.SetItem(a, b, c, here), numba_ir.Del("a", here), numba_ir.Return(a, here)]
+    functions = [function for i in range(2) for function in (lambda x, y: x, lambda x, y=i, *rest, key: x)]
+
+    def answers():
+        return ([inspect.signature(function) for function in functions],
+                [[variable.name for variable in statement.list_vars()] for statement in statements])
+
+    plain = answers()
+    with quick_numba.quickly():
+        assert answers() == answers() == plain
+    assert [sorted(names) for names in plain[1][:3]] == [["a", "b"], ["a", "a", "b", "c"], ["a", "b", "c"]]
 
 
 # ---- arguments ---------------------------------------------------------------------------------------------
