@@ -34,10 +34,12 @@ def pytest_terminal_summary(terminalreporter):
 
 
 # Files that take longest, mostly to compile kernels. Two processes share the suite file by file: a long file at the end
-# would leave one of them without work.
-LONGEST = ("test_ptx.py", "test_quantized_models.py", "test_attend_decode.py", "test_expert_gemv.py", "test_q8_gemm.py",
-           "test_tensor_gemm.py", "test_notebooks.py", "test_expert_gemm.py", "test_across_cards.py", "test_nvidia.py",
-           "test_quant_gemv.py", "test_decode_tile.py", "test_decode_tensor.py")
+# would leave one of them without work. Files that need the same kernels are not neighbours: both processes would
+# compile each kernel at the same time.
+LONGEST = ("test_ptx.py", "test_attend_decode.py", "test_notebooks.py", "test_quantized_models.py", "test_q8_gemm.py",
+           "test_across_cards.py", "test_expert_gemv.py", "test_tensor_gemm.py", "test_plan.py", "test_expert_gemm.py",
+           "test_several_models.py", "test_nvidia.py", "test_quant_gemv.py", "test_decode_tile.py",
+           "test_decode_tensor.py")
 
 
 def pytest_collection_modifyitems(items):
