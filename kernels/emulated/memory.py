@@ -86,6 +86,10 @@ class Memory(Special):
             (start, length, lanes), = runs
             few = Repeat(self._load_run(t, SIZES[kind], length, place, start), t, length, tuple(lanes))
             return self.put_repeat(registers[0], few, signed)
+        elif self._are_places(pattern, SIZES[kind], n, runs):
+            for register, few in zip(registers, self._load_places(t, SIZES[kind], n, place, pattern)):
+                self.put_repeat(register, few, signed)
+            return
         elif runs:
             values = self._unless_masked([ty(t, WARP)] * n,
                                          lambda: self._load_runs(t, SIZES[kind], n, place, runs),
@@ -132,6 +136,23 @@ class Memory(Special):
                     picked = self.shuffle(t, WARP, values[i], choice, picked)
                 values[i] = picked
         return values
+
+    def _are_places(self, pattern, size, n, runs):
+        """Whether all lanes load 2 or 4 neighbours, from places that are known and have holes between them."""
+        return pattern is not None and self.mask is None and n > 1 and size * n <= 16 and \
+            (runs is None or all(length == n for _, length, _ in runs))
+
+    def _load_places(self, t, size, n, place, pattern):
+        """Loads n neighbours from each place once, however many lanes read it: n Repeats."""
+        places, lanes = sorted(set(pattern)), None
+        if len(places) > WARP // 2:
+            places, lanes = pattern, tuple(range(WARP))
+        pointers = [self.pointer(1, self._scalar_address(place, offset)) for offset in places]
+        parts = [self.let(f"load <{n} x {t}>, ptr {pointer}, align {size}") for pointer in pointers]
+        length = 1 << (len(parts) - 1).bit_length()
+        whole = self.concatenate(t, n, parts + parts[-1:] * (length - len(parts)))
+        lanes = lanes or tuple(places.index(offset) for offset in pattern)
+        return [Repeat(value, t, length, lanes) for value in self.deinterleave(t, whole, n, length)]
 
     def _load_lanes(self, t, size, n, place):
         """Loads lane by lane: a gather of single elements, or one load of n neighbours for each lane."""
@@ -197,14 +218,15 @@ class Memory(Special):
         lanes = self.running()
         return lanes if n == 1 else self.shuffle("i1", WARP, lanes, [i // n for i in range(WARP * n)])
 
-    def deinterleave(self, t, whole, n):
-        """The vectors of every n-th element. For n = 4 it takes two steps, which need fewer instructions than one."""
+    def deinterleave(self, t, whole, n, length=WARP):
+        """The vectors of every n-th element, each of this length. For n = 4 it takes two steps, which need fewer
+        instructions than one."""
         if n == 1:
             return [whole]
-        even, odd = (self.shuffle(t, WARP * n, whole, range(i, WARP * n, 2)) for i in (0, 1))
+        even, odd = (self.shuffle(t, length * n, whole, range(i, length * n, 2)) for i in (0, 1))
         if n == 2:
             return [even, odd]
-        half = WARP * n // 2
+        half = length * n // 2
         return [self.shuffle(t, half, part, range(i, half, 2)) for i in (0, 1) for part in (even, odd)]
 
     def interleave(self, t, values):

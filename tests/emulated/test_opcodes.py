@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kernels.emulated import native
-from tests.emulated.ptx_runner import SIZE, elementwise
+from tests.emulated.ptx_runner import SIZE, elementwise, module
 from tests.emulated.rounding import rounded
 
 N = 128
@@ -428,6 +428,11 @@ def test_set_and_lop3_and_packs(uniform, target):
 
 # ---- NaN ----
 
+SUM_FROM_LOADED = """mov.b32 %r11, %in1; mov.u32 %r9, 0; AGAIN: mov.b32 %f1, %r11; sub.rn.f32 %f2, %in0, %in0;
+add.rn.f32 %f3, %f1, %f2; mov.b32 %r11, %f3; add.u32 %r9, %r9, 1; setp.lt.u32 %p1, %r9, 3; @%p1 bra AGAIN;"""
+TWO_HALVES = "mov.u32 %r11, 0x7C003C00; mul.rn.f16x2 %r12, %r11, 0; mov.b32 {%h1, %h2}, %r12;"
+
+
 @EVERY_WAY
 @pytest.mark.parametrize("lines, result, expected", [
     ("sub.rn.f32 %f1, %in0, %in0; mov.b32 %out, %f1;", "u32", 0x7FFFFFFF),
@@ -449,8 +454,26 @@ def test_set_and_lop3_and_packs(uniform, target):
     ("cvt.rn.f16.f32 %h1, %in0; sub.rn.f16 %out, %h1, %h1;", "f16", 0x7FFF),
     ("cvt.rn.f16.f32 %h1, %in0; sub.rn.f16 %h2, %h1, %h1; cvt.f32.f16 %out, %h2;", "f32", 0x7FFFFFFF),
     ("mov.u32 %r1, 0x7C003C00; mul.rn.f16x2 %out, %r1, 0;", "u32", 0x7FFF0000),
-    ("mov.u32 %r1, 0xFE013C00; max.f16x2 %out, %r1, %r1;", "u32", 0x7FFF3C00)])
+    ("mov.u32 %r1, 0xFE013C00; max.f16x2 %out, %r1, %r1;", "u32", 0x7FFF3C00),
+    (f"{SUM_FROM_LOADED} mov.b32 %out, %r11;", "u32", 0x7FFFFFFF),
+    (f"{SUM_FROM_LOADED} mov.b32 %f4, %r11; mul.rn.f32 %out, %f4, 0f3F800000;", "f32", 0x7FFFFFFF),
+    ("mov.b32 %r1, %in1; mov.u32 %r9, 0; setp.eq.u32 %p1, %r9, 0; @%p1 bra KEEP; sub.rn.f32 %f1, %in0, %in0;"
+     "mov.b32 %r1, %f1; KEEP: mov.b32 %out, %r1;", "u32", 0xFFC01234),
+    (f"{TWO_HALVES} cvt.f32.f16 %f1, %h1; cvt.f32.f16 %f2, %h2; add.rn.f32 %out, %f1, %f2;", "f32", 0x7FFFFFFF),
+    (f"{TWO_HALVES} mov.b32 %out, {{%h2, %h2}};", "u32", 0x7FFF7FFF),
+    (f"{TWO_HALVES} cvt.f32.f16 %f1, %h1; mov.b32 %out, {{%h1, %h2}};", "u32", 0x7FFF0000)])
 def test_the_nan_of_the_card(lines, result, expected, uniform, target):
     inputs = [np.full(32, bits, np.uint32) for bits in (0x7F800000, 0xFFC01234)]
     out = run(lines, ("f32", "f32"), result, inputs, uniform, target)
     assert (out == expected).all(), hex(out[0])
+
+
+@pytest.mark.parametrize("reading, shows", [("mul.rn.f32 %f4, %f2, %f2;", False), ("mov.f32 %f4, %f2;", True)])
+def test_a_sum_that_only_arithmetic_reads_is_not_corrected(reading, shows):
+    """In a loop, where a correction would cost time each round. The sum's register also holds what was loaded."""
+    body = f"""ld.param.u64 %rd1, [p0]; ld.global.v2.u32 {{%r1, %r2}}, [%rd1]; mov.u32 %r9, 0;
+    AGAIN: mov.b32 %f1, %r1; add.rn.f32 %f3, %f1, %f1; mov.b32 %r1, %f3; add.u32 %r9, %r9, 1;
+    setp.lt.u32 %p1, %r9, 3; @%p1 bra AGAIN;
+    mov.b32 %f2, %r1; {reading} st.global.f32 [%rd1], %f4;"""
+    loop = native.translate(module(body, ["u64"]), (32, 1, 1), native.host()).ir.partition("\nb1:")[2]
+    assert (f"{0x7FFFFFFF}" in loop.partition("\nb2:")[0]) == shows

@@ -30,15 +30,19 @@ def warp(lines, result="u32", variables="", target=None, block=(32,), inputs=Non
 
 # ---- memory ----
 
-ADDRESSES = {
+ADDRESSES = {                                        # a register written twice would have no known pattern
     "one place": ("mov.u32 %r2, 12;", lambda i: 12 + 0 * i),
     "neighbours": ("shl.b32 %r2, %r1, 4;", lambda i: 16 * i),
-    "in pairs": ("shr.u32 %r2, %r1, 1; shl.b32 %r2, %r2, 4;", lambda i: i // 2 * 16),
-    "two rows": ("and.b32 %r2, %r1, 1; shr.u32 %r3, %r1, 1; mul.lo.s32 %r2, %r2, 1024; mad.lo.s32 %r2, %r3, 16, %r2;",
+    "in pairs": ("shr.u32 %r3, %r1, 1; shl.b32 %r2, %r3, 4;", lambda i: i // 2 * 16),
+    "two rows": ("and.b32 %r3, %r1, 1; shr.u32 %r4, %r1, 1; mul.lo.s32 %r5, %r3, 1024; mad.lo.s32 %r2, %r4, 16, %r5;",
                  lambda i: i % 2 * 1024 + i // 2 * 16),
-    "backwards": ("sub.s32 %r2, 31, %r1; shl.b32 %r2, %r2, 4;", lambda i: (31 - i) * 16),
+    "backwards": ("sub.s32 %r3, 31, %r1; shl.b32 %r2, %r3, 4;", lambda i: (31 - i) * 16),
     "far apart": ("mul.lo.s32 %r2, %r1, 112;", lambda i: 112 * i),
-    "scattered": ("mul.lo.s32 %r2, %r1, %r1; and.b32 %r2, %r2, 255; shl.b32 %r2, %r2, 4;", lambda i: i * i % 256 * 16),
+    "fours, far apart": ("shr.u32 %r3, %r1, 2; mul.lo.s32 %r2, %r3, 112;", lambda i: i // 4 * 112),
+    "three places": ("and.b32 %r3, %r1, 1; shr.u32 %r4, %r1, 1; and.b32 %r5, %r4, 1; add.s32 %r6, %r3, %r5; "
+                     "mul.lo.s32 %r2, %r6, 112;", lambda i: (i % 2 + i // 2 % 2) * 112),
+    "scattered": ("mul.lo.s32 %r3, %r1, %r1; and.b32 %r4, %r3, 255; shl.b32 %r2, %r4, 4;",
+                  lambda i: i * i % 256 * 16),
 }
 
 
@@ -65,6 +69,21 @@ def test_loads_and_stores(case, kind, n, masked, target):
         expected[at] = source[at]
     launch(module(body, ["u64", "u64"]), (1,), (32,), out, source, target=target())
     assert (out == expected).all()
+
+
+@pytest.mark.parametrize("lanes, places", [(1, 32), (2, 16), (4, 8), (16, 2)])
+def test_known_places_are_loaded_once(lanes, places):
+    """However many lanes read a place; and no lane's address is computed."""
+    body = f"""{START} shr.u32 %r3, %r1, {lanes.bit_length() - 1}; mul.lo.s32 %r2, %r3, 112; cvt.u64.u32 %rd3, %r2;
+    add.s64 %rd4, %rd2, %rd3; ld.global.v4.u32 {{%r5, %r6, %r7, %r8}}, [%rd4]; add.s32 %r10, %r5, %r6;
+    xor.b32 %r11, %r7, %r8; mad.lo.s32 %r9, %r10, %r11, %r1; mul.wide.u32 %rd5, %r1, 4; add.s64 %rd6, %rd1, %rd5;
+    st.global.u32 [%rd6], %r9;"""
+    ir = translate(ptx := module(body, ["u64", "u64"]), (32, 1, 1), native.host()).ir
+    assert len(re.findall("load <4 x i32>", ir)) == places and "x ptr>" not in ir
+    data, out = np.random.default_rng(0).integers(0, 1 << 32, 4096, np.uint32), np.zeros(32, np.uint32)
+    launch(ptx, (1,), (32,), out, data)
+    a, b, c, d = data[LANES // lanes * 28 + np.arange(4)[:, None]]
+    assert (out == (a + b) * (c ^ d) + LANES).all()
 
 
 @TARGETS
