@@ -43,6 +43,10 @@ class Memory(Special):
         return self.pointer(WARP,
                             self.op("add", "i64", WARP, base, const("i64", WARP, total)) if total else base)
 
+    def _places(self, place, offsets):
+        """Pointers to places at these offsets, from one scalar: no vector of addresses has to be taken apart."""
+        return [self.pointer(1, self._scalar_address(place, offset)) for offset in offsets]
+
     def running(self):
         """The running lanes as <32 x i1>."""
         return "splat (i1 true)" if self.mask is None else self.mask_lanes(self.mask)
@@ -147,12 +151,27 @@ class Memory(Special):
         places, lanes = sorted(set(pattern)), None
         if len(places) > WARP // 2:
             places, lanes = pattern, tuple(range(WARP))
-        pointers = [self.pointer(1, self._scalar_address(place, offset)) for offset in places]
-        parts = [self.let(f"load <{n} x {t}>, ptr {pointer}, align {size}") for pointer in pointers]
+        parts = [self.let(f"load <{n} x {t}>, ptr {pointer}, align {size}") for pointer in self._places(place, places)]
         length = 1 << (len(parts) - 1).bit_length()
-        whole = self.concatenate(t, n, parts + parts[-1:] * (length - len(parts)))
+        parts += parts[-1:] * (length - len(parts))
         lanes = lanes or tuple(places.index(offset) for offset in pattern)
-        return [Repeat(value, t, length, lanes) for value in self.deinterleave(t, whole, n, length)]
+        return [Repeat(value, t, length, lanes) for value in self._transposed(t, n, parts)]
+
+    def _transposed(self, t, n, parts):
+        """n vectors: element 0 of all parts, which are vectors of n elements, element 1 of all parts, and so on."""
+        if n != 4 or len(parts) != WARP:
+            return self.deinterleave(t, self.concatenate(t, n, parts), n, len(parts))
+        halves = [self._sixteen_transposed(t, parts[i:i + 16]) for i in (0, 16)]
+        return [self.concatenate(t, 16, half) for half in zip(*halves)]
+
+    def _sixteen_transposed(self, t, parts):
+        """Of 16 parts of 4 elements. The shuffles stay within the quarters of a CPU's registers, so each is one
+        instruction and needs no constant."""
+        a, b, c, d = (self.concatenate(t, 4, parts[i::4]) for i in range(4))
+        quarters = lambda *four: [4 * quarter + i for quarter in range(4) for i in four]
+        pairs = [[self.shuffle(t, 16, x, quarters(i, 16 + i, i + 1, 17 + i), y) for x, y in ((a, b), (c, d))]
+                 for i in (0, 2)]
+        return [self.shuffle(t, 16, x, quarters(i, i + 1, 16 + i, 17 + i), y) for x, y in pairs for i in (0, 2)]
 
     def _load_lanes(self, t, size, n, place):
         """Loads lane by lane: a gather of single elements, or one load of n neighbours for each lane."""
@@ -161,7 +180,7 @@ class Memory(Special):
         pointers = self._safe_pointers(place)
         parts = [self.let(f"load <{n} x {t}>, ptr {self._lane(pointers, lane)}, align {size}")
                  for lane in range(WARP)]
-        return self.deinterleave(t, self.concatenate(t, n, parts), n)
+        return self._transposed(t, n, parts)
 
     def _safe_pointers(self, place):
         """Pointers for all lanes. Those of lanes that do not run lead to a place that nobody needs."""
@@ -298,10 +317,15 @@ class Memory(Special):
             for i, value in enumerate(values):
                 self.scatter(t, size, self._lane_pointers(place, i * size), value)
             return
-        pointers, whole = self._safe_pointers(place), self.interleave(t, values)
-        for lane in range(WARP):
+        pattern, whole = self._pattern(place), self.interleave(t, values)
+        if pattern is not None and self.mask is None:
+            pointers = self._places(place, pattern)
+        else:
+            every = self._safe_pointers(place)
+            pointers = (self._lane(every, lane) for lane in range(WARP))
+        for lane, pointer in enumerate(pointers):
             part = self.shuffle(t, WARP * n, whole, range(lane * n, lane * n + n))
-            self.do(f"store <{n} x {t}> {part}, ptr {self._lane(pointers, lane)}, align {size}")
+            self.do(f"store <{n} x {t}> {part}, ptr {pointer}, align {size}")
 
     def _last_lane(self, item, t):
         """What a place holds after all running lanes have stored to it: the value of the highest lane."""
