@@ -186,9 +186,25 @@ class Conversions(Bits):
         if s == "half":
             a, s = self.cast("fpext", "half", "float", w, a), "float"
         rounded = self.intrinsic(_ROUND[mode], s, w, a) if _ROUND[mode] != "trunc" else a
+        if w > 1 and s == "float" and bits_of(t) <= 32:
+            return self._saturated(t, to[0] == "s", w, rounded)
         name = f"llvm.fpto{'si' if to[0] == 's' else 'ui'}.sat.{suffix(t, w)}.{suffix(s, w)}"
         result = self.call(name, ty(t, w), (ty(s, w), rounded))
         if "64" not in to and s != "double":
             return result
         nan = self.compare("uno", s, w, a, a)
         return self.select(t, w, nan, const(t, w, 1 << bits_of(t) - 1), result)
+
+    def _saturated(self, t, signed, w, a):
+        """Float32 values as integers of at most 32 bits, cut off at their limits; NaN becomes 0. LLVM's own saturating
+        conversion goes lane by lane."""
+        bits = bits_of(t) - signed
+        lowest = -(1 << bits) if signed else 0
+        low, high = (self.number("float", w, float(limit)) for limit in (lowest, 1 << bits))
+        below, beyond = self.compare("olt", "float", w, a, low), self.compare("oge", "float", w, a, high)
+        inside = self.op("and", "i1", w, *(self.compare(*limit) for limit in (("oge", "float", w, a, low),
+                                                                              ("olt", "float", w, a, high))))
+        inner = self.select("float", w, inside, a, self.number("float", w, 0.0))
+        result = self.cast("fptosi" if signed else "fptoui", "float", t, w, inner)
+        result = self.select(t, w, beyond, const(t, w, (1 << bits) - 1), result)
+        return self.select(t, w, below, const(t, w, lowest), result)
