@@ -26,6 +26,7 @@ BODY_RATE = 1000            # bytes of a body per second, at least: each adds a 
 IDLE_SECONDS = 120          # between an answer and the next request
 MOMENT = 0.5                # seconds in which a new connection is to say something, and a reader to read on
 LINGER_SECONDS = 2          # in which a client that is still sending can read that its request is refused
+MOST_READ_OVER = 64         # records of a client that are read over when its connection is closed
 MAX_MESSAGE = 300           # characters of waitress' own words that a client or a log gets to see
 
 
@@ -164,6 +165,15 @@ class Connection(waitress.channel.HTTPChannel):
         self.will_close = True          # also where a request waits for a thread that has ended
         with contextlib.suppress(OSError, AttributeError):      # the connection was closed meanwhile
             self.socket.shutdown(socket.SHUT_RDWR)
+
+    def handle_close(self):
+        """Closes the connection. What the client has sent meanwhile is read over first: the kernel would not send what
+        was written to a client of whom it has bytes that nobody has read."""
+        with contextlib.suppress(OSError, ValueError, AttributeError):      # of a socket that is closed already, too
+            for _ in range(MOST_READ_OVER):
+                if not self.socket.recv(RECORD):
+                    break
+        super().handle_close()
 
     def leave(self):
         """Closes the connection when all is sent that was written: nothing more will be."""

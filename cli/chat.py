@@ -269,16 +269,21 @@ class Chat:
 
     def save(self, path: str):
         path = Path(os.path.expanduser(unquoted(path, "/save")))       # Path's own fails at an unknown ~name
-        kind, text_of = ("JSON", as_json) if path.suffix == ".json" else ("Markdown", transcript)
-        with open(path, "x", encoding="utf-8", errors="replace") as file:       # an existing file stays as it is
-            file.write(text_of(with_system(self.system, self.messages)))
+        kind, text_of = ("JSON", as_json) if path.suffix.lower() == ".json" else ("Markdown", transcript)
+        text = text_of(with_system(self.system, self.messages))
+        if kind == "JSON" and len(text.encode(errors="replace")) > MOST_LOADED:
+            raise RequestError("file", f"the conversation is longer than the {show_bytes(MOST_LOADED)} that /load takes; "
+                                       "another name saves it as Markdown")
+        with open(path, "x", encoding="utf-8", errors="replace") as file, kept_if_whole(path):
+            file.write(text)            # an existing file stays as it is
+            file.flush()
         qengine.note(f"saved as {kind}: {path}, {len(self.messages)} messages")
 
     def load(self, path: str):
         path = Path(os.path.expanduser(unquoted(path, "/load")))
         with open(path, "rb") as file:
             messages = from_json(file.read(MOST_LOADED + 1), path)
-        self.system = messages.pop(0)["content"] if messages[0]["role"] == "system" else None
+        self.system = messages.pop(0)["content"] if messages and messages[0]["role"] == "system" else None
         self.messages, self.waiting = messages, []
         qengine.note(f"The conversation of {path}: {len(messages)} messages.")
 
@@ -317,6 +322,16 @@ def unquoted(path: str, command: str) -> str:
     return path
 
 
+@contextlib.contextmanager
+def kept_if_whole(path: Path):
+    """Removes a new file if it cannot be written to its end."""
+    try:
+        yield
+    except OSError:
+        path.unlink(missing_ok=True)
+        raise
+
+
 def transcript(messages: list[dict]) -> str:
     """A conversation as Markdown. Thoughts are quoted."""
     said = []
@@ -343,19 +358,21 @@ def as_json(messages: list[dict]) -> str:
 def from_json(data: bytes, path: Path) -> list[dict]:
     """The messages of a file: a list of objects, each with a role, a content that is a text and maybe thoughts, as
     `reasoning_content`. Only the first may be the system's. Raises RequestError."""
+    if len(data) > MOST_LOADED:
+        raise RequestError("file", f"{path} is longer than the {show_bytes(MOST_LOADED)} of a conversation")
     try:
-        if len(data) > MOST_LOADED:
-            raise ValueError
+        given = json.loads(data)
         messages = [{name: message[name] for name in ("role", "reasoning_content", "content") if name in message}
-                    for message in json.loads(data)]
+                    for message in given]
         roles = [message["role"] for message in messages]
         texts = [text for message in messages for text in message.values()]
-        if not roles or not set(roles) - {"system"} <= {"user", "assistant"} or "system" in roles[1:] or \
-                not all(isinstance(text, str) for text in texts) or not all("content" in each for each in messages):
+        if not isinstance(given, list) or not all("content" in each for each in messages) or \
+                not set(roles) - {"system"} <= {"user", "assistant"} or "system" in roles[1:] or \
+                not all(isinstance(text, str) for text in texts):
             raise ValueError
+        for text in texts:
+            text.encode()               # JSON may have halves of letters
     except (ValueError, TypeError, KeyError, RecursionError):
-        raise RequestError("file", f"{path} holds no conversation: it is a JSON list of at most "
-                                   f"{show_bytes(MOST_LOADED)}, as /save NAME.json writes it") from None
-    for text in texts:
-        check_text(text)
+        raise RequestError("file", f"{path} holds no conversation: it is a JSON list, as /save NAME.json writes it"
+                           ) from None
     return messages

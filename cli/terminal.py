@@ -10,7 +10,7 @@ import sys
 import unicodedata
 from pathlib import Path
 
-from engine.reply import Message, Reply, Thought
+from engine.reply import Content, Message, Reply, Thought
 
 HISTORY = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "qengine" / "history"
 KEPT_LINES = 1000           # of the history
@@ -231,11 +231,11 @@ class PlainAnswer(Writer):
         self.is_whole = opening == "content"        # it holds no thoughts, and is written as it is
 
     def push(self, delta):
-        parts = self.read(delta)
         if self.is_whole:
+            self.said.add(Content(delta.text))
             print(delta.text, end="", flush=True)
             return
-        for part in parts:
+        for part in self.read(delta):
             if self.in_thoughts and not isinstance(part, Thought):
                 print(file=sys.stderr)
             self.in_thoughts = isinstance(part, Thought)

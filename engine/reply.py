@@ -85,7 +85,7 @@ class Message:
     def remembered(self) -> dict:
         """An answer without calls as a message of the conversation. Thoughts stand apart, so that the template decides
         whether the model sees them again."""
-        thoughts = self.text(Thought).strip()
+        thoughts = self.text(Thought).strip().removeprefix("<think>").strip()   # the prompt may have begun them, too
         return {"role": "assistant"} | ({"reasoning_content": thoughts} if thoughts else {}) | {
             "content": self.text(Content)}
 

@@ -639,7 +639,7 @@ def _show_briefly(shell, kind, error, trace, tb_offset=None):
     is_told = {ValueError: str(error) == missing_launch_config_msg or _passes(trace, "engine/own_products.py"),
                TypeError: str(error) in (ON_A_CARD, "'function' object is not subscriptable"),
                AttributeError: str(error).endswith(ON_A_CARD)}
-    if not str(error) or not is_told.get(kind, True):
+    if not str(error) or not all(told for each, told in is_told.items() if issubclass(kind, each)):
         return shell.showtraceback((kind, error, trace), tb_offset=tb_offset, running_compiled_code=True)
     lines = [f"{kind.__name__}: {brief(error)}"]
     shell._showtraceback(kind, error, lines)

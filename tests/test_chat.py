@@ -12,7 +12,9 @@ import json
 import os
 import pty
 import re
+import resource
 import select
+import signal
 import struct
 import subprocess
 import sys
@@ -139,6 +141,7 @@ def test_a_message_that_is_stopped_while_it_is_read_is_taken_back(capsys, monkey
 @pytest.mark.parametrize("said, thinks, message", [
     ("hello", False, {"content": "hello"}), ("hmm\n</think>\n\na", True, {"reasoning_content": "hmm", "content": "a"}),
     ("a </think> b", False, {"content": "a </think> b"}), ("\n</think>\n\nb", True, {"content": "b"}),
+    ("<think>\nhmm\n</think>\n\na", True, {"reasoning_content": "hmm", "content": "a"}),
     ("hmm\n</think>\n\na </think> b", True, {"reasoning_content": "hmm", "content": "a </think> b"})])
 @pytest.mark.parametrize("is_terminal", [False, True])
 def test_an_answer_is_remembered_as_it_was_read(monkeypatch, said, thinks, message, is_terminal):
@@ -148,6 +151,13 @@ def test_an_answer_is_remembered_as_it_was_read(monkeypatch, said, thinks, messa
     monkeypatch.setattr("cli.chat.opening_for", lambda *_: "thought" if thinks else "content")
     chat.answer("hi")
     assert chat.messages[1] == {"role": "assistant"} | message
+
+
+def test_an_answer_is_remembered_as_it_was_written(capsys):
+    """Where a model holds no thoughts, the tag of thoughts is a text. (On a terminal such an answer is dim.)"""
+    chat = Chat(PacedEngine("<think> is the tag of thoughts."), {}, Wishes(None, {}))
+    chat.answer("What begins thoughts?")
+    assert capsys.readouterr().out == chat.messages[1]["content"] + "\n" == "<think> is the tag of thoughts.\n"
 
 
 def test_an_answer_that_is_stopped_stays(capsys, monkeypatch):
@@ -311,26 +321,52 @@ HELLO = {"role": "user", "content": "hi"}
 
 
 @pytest.mark.parametrize("messages", [
-    [], {}, 5, "text", [5], ["role content"], [[]], [{}], [{"role": "user"}], [{"content": "hi"}],
+    {}, 5, "", "text", [5], ["role content"], [[]], [{}], [{"role": "user"}], [{"content": "hi"}],
     [HELLO | {"content": 5}], [HELLO | {"content": ["hi"]}], [HELLO | {"role": "tool"}], [HELLO | {"role": ["user"]}],
-    [HELLO, HELLO | {"role": "system"}], [HELLO | {"reasoning_content": 5}], [HELLO | {"content": "h" * (4 << 20)}]],
+    [HELLO, HELLO | {"role": "system"}], [HELLO | {"reasoning_content": 5}]],
     ids=lambda messages: str(messages)[:40])
 def test_what_is_no_conversation(messages):
-    with pytest.raises(RequestError, match=r"^a.json holds no conversation: it is a JSON list of at most 4.0 MB, as "):
+    with pytest.raises(RequestError, match=r"^a.json holds no conversation: it is a JSON list, as /save NAME.json "):
         from_json(json.dumps(messages).encode(), "a.json")
 
 
 def test_files_that_are_no_conversations(capsys):
-    for data in b"", b"# Markdown", b"\xff", b"[" * 100_000, b"[" + b"1" * 5_000 + b"]":
+    half = b'[{"role": "user", "content": "\\ud800"}]'
+    for data in b"", b"# Markdown", b"\xff", b"[" * 100_000, b"[" + b"1" * 5_000 + b"]", half:
         with pytest.raises(RequestError, match="holds no conversation"):
             from_json(data, "a.json")
-    with pytest.raises(RequestError, match="not valid UTF-8"):
-        from_json(b'[{"role": "user", "content": "\\ud800"}]', "a.json")
+    with pytest.raises(RequestError, match="^a.json is longer than the 4.0 MB of a conversation$"):
+        from_json(json.dumps([HELLO | {"content": "h" * (4 << 20)}]).encode(), "a.json")
     chat = Chat(tiny_engine(), {}, Wishes(None, {}), "Be brief.")
     chat.messages = before = [HELLO]
     for path in "/nowhere/a.json", "/dev/zero", "/dev", "":
         chat.obey("/load", path)
     assert chat.messages is before and chat.system == "Be brief." and capsys.readouterr().err.count("qengine: ") == 4
+
+
+def test_conversations_that_cannot_be_saved(capsys, tmp_path):
+    """Nothing is left of a file that the disk has no room for; what /load would refuse is not written."""
+    chat = Chat(tiny_engine(), {}, Wishes(None, {}))
+    chat.messages = [HELLO | {"content": "h" * (4 << 20)}]
+    chat.obey("/save", str(tmp_path / "a.json"))
+    assert "the conversation is longer than the 4.0 MB that /load takes" in capsys.readouterr().err
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    former = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, hard))
+    try:
+        chat.obey("/save", str(tmp_path / "a.md"))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, former)
+    assert "File too large" in capsys.readouterr().err and not list(tmp_path.iterdir())
+
+
+def test_an_empty_conversation_is_taken_up_again(tmp_path):
+    chat, path = Chat(tiny_engine(), {}, Wishes(None, {})), str(tmp_path / "A.JSON")
+    chat.obey("/save", path)
+    chat.messages = [HELLO]
+    chat.obey("/load", path)
+    assert chat.messages == [] and chat.system is None
 
 
 def test_a_picture_is_saved_as_words():

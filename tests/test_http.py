@@ -568,6 +568,26 @@ def test_a_server_ends_when_its_last_answer_is_read(monkeypatch):
         assert answers[0][2]["data"][0]["id"] == LongModelList().name
 
 
+def test_an_answer_that_is_read_while_a_server_ends_is_whole(monkeypatch):
+    """Also where the client reads slowly, and has already sent its next request, which nobody reads any more."""
+    monkeypatch.setattr(http_api, "LAST_SECONDS", 60)
+
+    def read(pieces):
+        while pieces[-1:] != [b""]:
+            time.sleep(0.002)
+            pieces.append(client.recv(1 << 16))
+
+    with contextlib.ExitStack() as stack:
+        with serving(app_of(LongModelList())) as (port, service):
+            client = stack.enter_context(connected(port, b"GET /v1/models HTTP/1.1\r\n\r\n"))
+            wait_until(lambda: n_arrived(client) and not service.log.running)
+            client.sendall(HEALTH)
+            reader = threading.Thread(target=read, args=(pieces := [],))
+            reader.start()
+        reader.join()
+        assert json.loads(b"".join(pieces).partition(b"\r\n\r\n")[2])["data"][0]["id"] == LongModelList().name
+
+
 def test_something_else_wakes_a_server_that_ends(monkeypatch):
     """Before the byte that tells it is written: its trigger is not closed until then."""
     def pull(trigger, write=waitress.trigger.trigger._physical_pull):

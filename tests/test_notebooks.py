@@ -641,7 +641,7 @@ def test_launches_of_a_cell_are_checked(source, place, what, run_cells):
     assert printed(cells[3]) == "64.0\n"
 
 
-ENDLESS = """import lab, os, signal, threading
+ENDLESS = """import lab, json, os, signal, threading
 import numpy as np
 from numba import cuda, uint32
 from kernels.open import open_cards
@@ -670,9 +670,9 @@ own_products.check_arguments(endless)"""
                                           ("np.allclose(y, 0)", "TypeError: this array is on a card: card.download("),
                                           ("y + np.float32(1)", "TypeError: this array is on a card: card.download("),
                                           ("y.mean()", "AttributeError: no 'mean' here: this array is on a card: card"),
-                                          ("y.nothing", "Traceback")],
+                                          ("y.nothing", "Traceback"), ("json.loads('[')", "Traceback")],
                          ids=["interrupt", "product", "value", "type", "decorator", "bare", "blocks alone", "NumPy",
-                              "sum", "mean", "attribute"])
+                              "sum", "mean", "attribute", "kind of value"])
 def test_what_ends_a_cell_is_told_briefly(source, said, run_cells):
     """An interrupted kernel and a refused product, without the frames behind them; other errors as Python shows
     them."""
