@@ -272,8 +272,8 @@ class Chat:
         kind, text_of = ("JSON", as_json) if path.suffix.lower() == ".json" else ("Markdown", transcript)
         text = text_of(with_system(self.system, self.messages))
         if kind == "JSON" and len(text.encode(errors="replace")) > MOST_LOADED:
-            raise RequestError("file", f"the conversation is longer than the {show_bytes(MOST_LOADED)} that /load takes; "
-                                       "another name saves it as Markdown")
+            raise RequestError("file", f"the conversation is longer than the {show_bytes(MOST_LOADED)} that /load "
+                                       "takes; another name saves it as Markdown")
         with open(path, "x", encoding="utf-8", errors="replace") as file, kept_if_whole(path):
             file.write(text)            # an existing file stays as it is
             file.flush()
