@@ -880,6 +880,8 @@ def test_the_answers_of_all_tabs_leave_connections_free(page, engine):
     button(other, "Stop").click()
     expect(answers(other)).to_contain_text("stopped")
     third.bring_to_front()
+    wait_until(lambda: third.evaluate("[...chats.values()].flatMap(each => Object.values(each.messages))"
+                                      ".filter(isBeingWritten).length") == 3)       # a tab hears of others a bit later
     button(third, "Send").click()
     wait_until(lambda: len(engine.requests) == 5)
     expect(third.get_by_role("alert")).to_be_hidden()

@@ -56,7 +56,7 @@ def test_seconds_end_the_wait(gone, asked):
 
 @pytest.mark.parametrize("gone", [None, lambda: False], ids=["alone", "watched"])
 def test_the_clock_ends_the_wait(gone):
-    assert 0.1 <= seconds_of(Patience(0.1, gone).wait, NEVER, 60) < 30
+    assert 0.1 <= seconds_of(lambda: Patience(0.1, gone).wait(NEVER, 60)) < 30
 
 
 def test_whoever_leaves_waits_no_longer():

@@ -215,7 +215,7 @@ def test_nobody_else_waits_for_a_load(machine):
     for thread in threads:
         thread.start()
     one.wait_for(lambda: one.models.served[1].n_awaiting == 5)
-    assert one.web.get("/v1/models").json["data"][1]["status"]["value"] == "loading"
+    one.wait_for(lambda: one.web.get("/v1/models").json["data"][1]["status"]["value"] == "loading")
     assert one.ask("there").status_code == 200 and said == []
     one.may_load.set()
     for thread in threads:
