@@ -77,9 +77,6 @@ class Machine:
     def ask(self, name, **more):
         return self.web.post(CHAT, json={"model": name, "messages": [HI], **more}, buffered=not more.get("stream"))
 
-    def wait_for(self, condition):
-        wait_until(condition)
-
 
 @pytest.fixture
 def clock(monkeypatch):
@@ -214,8 +211,8 @@ def test_nobody_else_waits_for_a_load(machine):
         CHAT, json={"model": "slow", "messages": [HI]}).status_code)) for _ in range(5)]
     for thread in threads:
         thread.start()
-    one.wait_for(lambda: one.models.served[1].n_awaiting == 5)
-    one.wait_for(lambda: one.web.get("/v1/models").json["data"][1]["status"]["value"] == "loading")
+    wait_until(lambda: one.models.served[1].n_awaiting == 5)
+    wait_until(lambda: one.web.get("/v1/models").json["data"][1]["status"]["value"] == "loading")
     assert one.ask("there").status_code == 200 and said == []
     one.may_load.set()
     for thread in threads:
@@ -229,7 +226,7 @@ def test_a_request_that_waits_for_a_load_sees_its_deadline(machine):
     assert one.ask("slow", timeout=0.2).status_code == 504
     assert one.models.first.n_awaiting == 0 and not one.app.extensions["qengine"].n_entering
     one.may_load.set()
-    one.wait_for(lambda: one.loaded == ["slow"])            # the next request finds it
+    wait_until(lambda: one.loaded == ["slow"])            # the next request finds it
     assert one.ask("slow", timeout=PATIENCE).status_code == 200 and one.log == ["load slow"]
 
 
@@ -242,8 +239,8 @@ def test_a_client_that_leaves_while_its_model_is_loaded(machine):
         with socket.create_connection(("127.0.0.1", port)) as client:
             client.sendall(b"POST %b HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: %d\r\n\r\n%b" % (
                 CHAT.encode(), len(body), body))
-            one.wait_for(lambda: one.models.first.n_awaiting == 1)
-        one.wait_for(lambda: one.models.first.n_awaiting == 0 and not service.n_entering)
+            wait_until(lambda: one.models.first.n_awaiting == 1)
+        wait_until(lambda: one.models.first.n_awaiting == 0 and not service.n_entering)
         one.may_load.set()
 
 
@@ -252,7 +249,7 @@ def test_a_server_that_closes_does_not_wait_for_those_who_wait(machine):
     one.may_load.clear()
     thread = threading.Thread(target=lambda: said.append(one.ask("slow")))
     thread.start()
-    one.wait_for(lambda: one.models.first.n_awaiting == 1)
+    wait_until(lambda: one.models.first.n_awaiting == 1)
     assert one.app.extensions["qengine"].close(timeout=PATIENCE)
     thread.join(PATIENCE)
     assert said[0].status_code == 503
@@ -266,7 +263,7 @@ def test_only_so_many_requests_wait_for_loads(machine, monkeypatch):
         CHAT, json={"model": name, "messages": [HI]}))) for name in ("slow", "slow", "other")]
     for thread in threads:
         thread.start()
-    one.wait_for(lambda: sum(row.n_awaiting for row in one.models.served) == 3)
+    wait_until(lambda: sum(row.n_awaiting for row in one.models.served) == 3)
     for name in "slow", "other":
         answer = one.ask(name)
         assert answer.status_code == 503 and "3 requests wait" in answer.json["error"]["message"]
@@ -347,7 +344,7 @@ def test_a_request_that_sleeps_through_a_refusal_has_its_model_loaded(machine):
     with one.models.changed:        # as such a request has it
         row.n_awaiting, row.refused_until = 1, time.monotonic() + 0.1
         one.models.changed.notify_all()
-    one.wait_for(lambda: row.engine is not None)
+    wait_until(lambda: row.engine is not None)
     with one.models.changed:
         row.n_awaiting = 0
 
@@ -387,7 +384,7 @@ def test_models_that_are_always_loaded_stay(machine):
 def test_an_idle_model_is_put_away(machine):
     one, begun = machine("first", "second", idle=0.3), time.monotonic()
     one.ask("first")
-    one.wait_for(lambda: one.loaded == [])
+    wait_until(lambda: one.loaded == [])
     assert time.monotonic() - begun >= 0.3 and one.log == ["load first", "put away first"]
     assert one.ask("first").status_code == 200 and len(one.made["first"]) == 2
 
@@ -395,7 +392,7 @@ def test_an_idle_model_is_put_away(machine):
 def test_a_model_is_not_idle_while_it_answers(machine):
     one = machine(("first", lambda: PacedEngine("word " * 40, pace=0.02)), idle=0.1)
     assert one.ask("first").json["choices"][0]["finish_reason"] == "stop"       # longer than it may be idle
-    one.wait_for(lambda: one.loaded == [])
+    wait_until(lambda: one.loaded == [])
 
 
 def test_whoever_looks_does_not_keep_a_model(machine, clock):
@@ -410,7 +407,7 @@ def test_whoever_looks_does_not_keep_a_model(machine, clock):
     for clock.ahead in 0, 0.9 * PATIENCE:
         assert look() == 200
     clock.ahead = 2.1 * PATIENCE                # looks tell the loader, too, how late it is
-    one.wait_for(lambda: look() == 503)
+    wait_until(lambda: look() == 503)
     assert one.log == ["load first", "put away first"]
 
 
@@ -517,7 +514,7 @@ def test_ollama_keeps_a_model_alive_as_long_as_it_is_told(machine):
     refused = one.web.post("/api/chat", json={"model": "first", "messages": [HI], "keep_alive": "soon"})
     assert refused.status_code == 400 and "keep_alive" in refused.json["error"]
     assert one.web.post("/api/chat", json={"model": "first", "keep_alive": 0}).json["done_reason"] == "unload"
-    one.wait_for(lambda: one.loaded == [])
+    wait_until(lambda: one.loaded == [])
     assert one.web.post("/api/chat", json={"model": "first", "keep_alive": 0}).json["done_reason"] == "unload"
     assert one.log == ["load first", "put away first"]          # what is away is not loaded to be put away
 
@@ -553,7 +550,7 @@ def test_counts_are_read_of_models_that_stay_meanwhile(machine):
         one.models.keep(one.models.first, 0.05)
         time.sleep(0.3)
         assert one.loaded == ["first"] and [engine.name for engine in engines] == ["first"]
-    one.wait_for(lambda: one.loaded == [])
+    wait_until(lambda: one.loaded == [])
 
 
 def test_the_server_cannot_lend_what_was_never_there(machine):
@@ -569,7 +566,7 @@ def test_slots_and_the_queue_are_told_of_each_model_by_itself(machine):
     for n, name in enumerate(["second", "second", "second", "first"]):
         threading.Thread(target=one.app.test_client().post, args=[CHAT], daemon=True, kwargs={
             "json": {"model": name, "messages": [HI]}, "headers": {"X-Request-Id": f"request-{n}"}}).start()
-        one.wait_for(lambda: len(service.open) == n + 1)
+        wait_until(lambda: len(service.open) == n + 1)
     for name, busy in (("first", [True, False]), ("second", [True, True])):
         assert [slot["is_processing"] for slot in one.web.get(f"/slots?model={name}").json] == busy
     assert [one.web.get(f"/waiting?request=request-{n}").json["ahead"] for n in range(4)] == [0, 0, 1, 0]
