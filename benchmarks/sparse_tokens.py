@@ -8,10 +8,13 @@ own numbers and kernels, which is several times as fast. Kinds of prompts:
     chat    conversations about everything that the model has learnt, then a question about a fact
     code    Python functions that a seed makes up, then such a question
 
-Printed for each rule and kind, over all prompts: the share of the keys that were read; of the tokens of greedy answers
-to whole prompts, those that come before the first one that differs behind a sparse prompt (answers see all keys); of
-the likeliest tokens after every fourth token of the prompts, from the first one on that may leave out keys, those that
-are the same; and the KL divergence there, in nats.
+Printed for each rule and kind, over all prompts:
+
+    the share of the keys that were read;
+    of the tokens of greedy answers to whole prompts, those that are the likeliest behind the sparse prompt, too, where
+    the tokens of the answer before them are given; and those before the first one that is not (answers see all keys);
+    of the likeliest tokens after every fourth token of the prompts, from the first one on that may leave out keys,
+    those that are the same; and the KL divergence there, in nats.
 """
 
 import argparse
@@ -161,9 +164,11 @@ def compared(net, ids: list[int], end: int, rules: dict) -> dict:
         text, first = Text(net, ids, rule), rule.dense * PAGE // STRIDE
         sparse = text.log_probabilities()
         same = sparse.argmax(1) == dense.argmax(1)
+        tokens = text.answer(end, answer)
         found[name] = {"read": text.counts[0], "seen": text.counts[1], "answer": len(answer),
-                       "same_answer": same_beginning(text.answer(end, answer), answer),
-                       "rows": len(same[first:]), "same": int(same[first:].sum()),
+                       "same_answer": sum(a == b for a, b in zip(tokens, answer)),
+                       "same_beginning": same_beginning(tokens, answer), "rows": len(same[first:]),
+                       "same": int(same[first:].sum()),
                        "divergence": (dense.exp() * (dense - sparse)).sum(1)[first:].sum().item()}
     return found
 
@@ -185,11 +190,23 @@ def compared_by_engine(engine, ids: list[int], rules: dict) -> dict:
         (generation, tokens, sparse), first = read(True), block_sparse.RULE.dense * PAGE // STRIDE
         same = sparse.argmax(1) == dense.argmax(1)
         found[name] = {"read": generation.keys_read, "seen": generation.keys_seen, "answer": len(answer),
-                       "same_answer": same_beginning(tokens, answer), "rows": len(same[first:]),
+                       "same_answer": likeliest_of(engine, ids, answer),
+                       "same_beginning": same_beginning(tokens, answer), "rows": len(same[first:]),
                        "same": int(same[first:].sum()),
                        "divergence": float((np.exp(dense) * (dense - sparse)).sum(1)[first:].sum())}
     block_sparse.RULE = RULE
     return found
+
+
+def likeliest_of(engine, ids: list[int], answer: list[int]) -> int:
+    """How many tokens of an answer are the likeliest behind a sparse prompt and the tokens of the answer before them.
+    Behind the first one that is not, the engine reads those tokens as a part of the prompt, so sparsely, too."""
+    n_same = start = 0
+    while start < len(answer):
+        request = qengine.Request(ids + answer[:start], max_tokens=len(answer) - start, sparse=True)
+        n = same_beginning([delta.token_id for delta in engine.submit(request)], answer[start:])
+        n_same, start = n_same + n, start + n + 1
+    return n_same
 
 
 def starts_of(parts):
@@ -205,8 +222,8 @@ def show(name: str, kind: str, results: list[dict]) -> str:
     total = {key: sum(result[key] for result in results) for key in results[0]}
     rows = max(total["rows"], 1)
     return (f"| {kind}, {len(results)} | {name} | {100 * total['read'] / total['seen']:.1f} % "
-            f"| {total['same_answer']} of {total['answer']} | {100 * total['same'] / rows:.2f} % "
-            f"| {total['divergence'] / rows:.5f} |")
+            f"| {total['same_answer']} of {total['answer']} | {total['same_beginning']} "
+            f"| {100 * total['same'] / rows:.2f} % | {total['divergence'] / rows:.5f} |")
 
 
 def main():
@@ -227,8 +244,9 @@ def main():
     if options.card:
         engine = qengine.load(options.model, card=options.card, ctx=evaluate.CONTEXT, draft="off", sparse="ask")
         compare = functools.partial(compared_by_engine, engine, rules=rules)
-    print("| prompts | rule | keys read | tokens of answers alike | likeliest tokens alike | KL |")
-    print("|---|---|---|---|---|---|", flush=True)
+    print("| prompts | rule | keys read | tokens of answers alike | before a difference | likeliest tokens alike "
+          "| KL |")
+    print("|---|---|---|---|---|---|---|", flush=True)
     for length in options.lengths:
         for kind in options.kinds:
             results = []

@@ -5,6 +5,7 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="models/requirements.txt is not installed: no torch")
 
+import qengine  # noqa: E402
 from benchmarks import sparse_tokens  # noqa: E402
 from kernels import block_sparse  # noqa: E402
 from kernels.block_sparse import (FEW, PAGE, RULE, kept_reference, levels_reference, masses_reference,  # noqa: E402
@@ -68,6 +69,7 @@ def test_what_a_rule_changes_is_counted(net):
     found = sparse_tokens.compared(net, IDS, -1, {"whole": whole, "few": few})
     assert found["whole"]["read"] == found["whole"]["seen"] and found["whole"]["rows"] == 0
     assert found["whole"]["same_answer"] == found["whole"]["answer"] == sparse_tokens.ANSWER
+    assert found["whole"]["same_beginning"] == sparse_tokens.ANSWER
     few_found = found["few"]
     assert few_found["read"] < few_found["seen"] == found["whole"]["seen"]
     assert few_found["rows"] == -(-len(IDS) // sparse_tokens.STRIDE) - 4 * PAGE // sparse_tokens.STRIDE
@@ -85,7 +87,21 @@ def test_the_engine_says_what_it_reads_and_changes(monkeypatch):
     found = sparse_tokens.compared_by_engine(engine, IDS, {"whole": whole, "few": few})
     assert found["whole"]["read"] == found["whole"]["seen"] == found["few"]["seen"] > found["few"]["read"]
     assert found["whole"]["rows"] == 0 and found["whole"]["same_answer"] == found["whole"]["answer"] == 4
+    assert found["whole"]["same_beginning"] == 4 >= found["few"]["same_answer"] >= found["few"]["same_beginning"]
     assert found["few"]["rows"] == -(-len(IDS) // sparse_tokens.STRIDE) - 4 * PAGE // sparse_tokens.STRIDE
     assert 0 < found["few"]["divergence"] and found["few"]["same"] < found["few"]["rows"]
     assert engine.sparse == "ask" and block_sparse.RULE is RULE
+    engine.close()
+
+
+@pytest.mark.parametrize("wrong", [(), (0,), (1, 2), (3,), (0, 1, 2, 3)])
+def test_what_follows_a_token_that_differs_is_counted(wrong):
+    """Some tokens of an answer are not the likeliest; those behind them are, where the answer is given."""
+    engine = load_tiny("emulated", ctx=1024, sparse="ask")
+    answer, given = [], IDS[:100]
+    for place in range(4):
+        request = qengine.Request(given + answer, max_tokens=1, sparse=True)
+        token = next(iter(engine.submit(request))).token_id
+        answer.append((token + 1) % 250 if place in wrong else token)
+    assert sparse_tokens.likeliest_of(engine, given, answer) == 4 - len(wrong)
     engine.close()
