@@ -995,7 +995,8 @@ class Stage:
         self.worker, self.card, self.config, self.layers, self.n_slots = worker, card, config, layers, demand.slots
         free, self.step_rows = card.free_bytes, 1 if config.pooling else step_rows(demand.slots, demand.drafts)
         blocks = range(layers.start, layers.stop + config.n_nextn * (demand.drafts > 0 and not self.hands_on))
-        self.sight = demand.eyes.load(card, config.hidden_dim) if demand.eyes and not layers.start else None
+        eyes = demand.eyes if not layers.start else None
+        self.sight = eyes and eyes.load(card, config.hidden_dim, demand.n_ctx)
         with (weights.loading(card) as loader, host_table.loading(weights, loader, demand.table_on_host),
               expert_store.loading(weights, loader, config, blocks, demand, self.step_rows) as self.store,
               card.packed(packed_bytes)):
@@ -1080,14 +1081,13 @@ class Stage:
                      is_sparse: bool = False):
         """Queue a pass over consecutive tokens of a slot. The hidden states stay in the model's scratch.x until the
         next pass. marks: (tokens of the pass, number of the checkpoint that is taken after them). seen: of pictures.
-        n_layers: queue only so many layers of the pass; `continue_prompt` queues the others. Returns the event at the
-        end of the pass, or the Span of a part."""
+        n_layers: queue only so many layers of the pass; `continue_prompt` queues the others. Returns the Span of what
+        is queued."""
         n, (rope, copies) = len(ids), seen or (None, [])
         set_rows(self.inputs, ids, [slot] * n, range(start, start + n), rope)
         inside = tuple(Mark(end, slot, self.n_slots + number) for end, number in marks if end < n)
         self.prompt = PromptRows(slot, start, n, [number for end, number in marks if end == n], copies, is_sparse)
-        span = self._queue_part(self.launch_prompt, n, inside, tap, n_layers, is_last=n_layers is None)
-        return self.card.default_stream.record() if n_layers is None else span
+        return self._queue_part(self.launch_prompt, n, inside, tap, n_layers, is_last=n_layers is None)
 
     def queue_pictures(self, placed, n_pieces: int | None) -> Span:
         """Queue the encoding of pictures into rows of the Sight, or only n_pieces of it. placed: None: go on with the
@@ -1202,7 +1202,7 @@ class Stage:
             # Layer by layer: otherwise the last micro-batch could begin only when all layers of the others are queued.
             layers = itertools.zip_longest(*queued)
             self.layers_left = PassInParts(self.card.default_stream, self.streams[:len(sizes)], layers)
-        return self.layers_left.queue() if n_layers is None else self.layers_left.queue_timed(n_layers)
+        return self.layers_left.queue_timed(n_layers)
 
     def launch_micro_batches_in_sequence(self, n: int):
         """Like `launch_prompt`, in one stream, because a recording has one: the micro-batches follow each other."""
@@ -1532,20 +1532,20 @@ class Pipeline:
         """A pass over a prompt: tokens of `slot` at positions start, start + 1, ...; start is a multiple of 64.
         marks: (tokens of the pass, number of the checkpoint to take after them), ascending; the tokens are a multiple
         of 64. n_pieces: queue only so many of the pieces that `piece_seconds` tells of; `continue_prefill` queues the
-        others, and this returns a task that gives the Span. With a tap this returns when all is queued, or raises what
-        the tap has raised. seen: of pictures, whose encoding must be queued."""
+        others. On one card this returns a task that gives the Span of what is queued. With a tap it returns when all is
+        queued, or raises what the tap has raised. seen: of pictures, whose encoding must be queued."""
         arguments = ids, slot, start, marks, seen, tap, n_pieces, is_sparse
         if n_pieces is not None:
             return self.last.worker.post(self.last.queue_prompt, *arguments)
         if tap:
             self.run(len(ids), Stage.queue_prompt, *arguments, post=Worker.ask)[-1].result()
             return None
-        self.queued.append(self.run(len(ids), Stage.queue_prompt, *arguments)[-1])
+        self.queued.append(task := self.run(len(ids), Stage.queue_prompt, *arguments)[-1])
         # The host stays few passes ahead, so that a cancellation stops the cards soon. Two for each stage: a card
         # computes one while another one crosses a link, and crossing may take as long as computing.
         if len(self.queued) >= 2 * len(self.stages):
-            self.last.worker.wait(self.queued.popleft().result())
-        return None
+            self.last.worker.wait(self.queued.popleft().result().end)
+        return task if len(self.stages) == 1 else None
 
     def encode(self, placed: list | None, n_pieces: int | None = None) -> Task:
         """Queue the encoding of pictures on the first card, or only n_pieces of it. placed: what `Gallery.place`
@@ -2142,7 +2142,8 @@ class Engine(TextOnly, TextEngine):
         self.tokenizer, self.template = opened.tokenizer, opened.template
         self.name, self.details = opened.config.name, ModelDetails.of(opened.weights)
         self.pipeline, self.n_slots, self.chunk = pipeline, sizes.n_slots, planner.plan.chunk
-        self.n_ctx, self.eyes = planner.demand.n_ctx, planner.demand.eyes and planner.demand.eyes.reader
+        self.n_ctx, eyes = planner.demand.n_ctx, planner.demand.eyes
+        self.eyes = eyes and eyes.reader(self.n_ctx)
         self.sparse = planner.demand.sparse
         self.cards, self.spare = [stage.card for stage in pipeline.stages], planner.spare  # spare: opened, not used
         self.layers = [stage.layers for stage in pipeline.stages]      # of each card
@@ -2279,7 +2280,7 @@ class OpenModel:
     def demand(self, ctx: int | None = None, draft: int | str = "auto", mmproj: str | Path | None = None,
                image_tokens: tuple[int, int] | None = None, **wishes) -> Demand:
         """What the arguments of `load` ask for. Raises RequestError, ModelError."""
-        eyes = open_eyes(eyes_file(mmproj, self, note), image_tokens, self, self.n_ctx(ctx))
+        eyes = open_eyes(eyes_file(mmproj, self, note), image_tokens, self)
         demand = Demand(self.n_ctx(ctx), drafts=most_drafts(draft), eyes=eyes, **wishes)
         return for_pooling(demand) if self.config.pooling else demand
 

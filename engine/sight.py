@@ -20,6 +20,8 @@ The draft block takes the embedding of PAD for the tokens of pictures. That chan
 """
 
 import bisect
+import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -194,14 +196,18 @@ class Gallery:
 class Eyes:
     """The tower of an mmproj file, opened but on no card yet, and what reads pictures for it.
 
-    tower: has load(card, max_tokens), which gives what `Sight` needs. limits: of pictures. pad: the id of PAD.
+    tower: has load(card, max_tokens), which gives what `Sight` needs. limits(n_ctx): of pictures in a context of so
+    many tokens; a plan tries other contexts, and their eyes take other memory. pad: the id of PAD.
     """
 
-    def __init__(self, tower, limits: Limits, pad: int):
-        self.tower, self.reader = tower, Reader(limits, pad)
+    def __init__(self, tower, limits: Callable[[int], Limits], pad: int):
+        self.tower, self.limits, self.pad = tower, limits, pad
 
-    def load(self, card, hidden_dim: int) -> "Sight":
-        max_tokens = self.reader.limits.max_tokens
+    def reader(self, n_ctx: int) -> Reader:
+        return Reader(self.limits(n_ctx), self.pad)
+
+    def load(self, card, hidden_dim: int, n_ctx: int) -> "Sight":
+        max_tokens = self.limits(n_ctx).max_tokens
         return Sight(self.tower.load(card, max_tokens), hidden_dim, max_tokens)
 
 
@@ -263,7 +269,7 @@ def limits_for(image_tokens: tuple[int, int] | None, n_ctx: int) -> Limits:
     return limits._replace(max_tokens=most, most_tokens=min(limits.most_tokens, max(n_ctx, most)))
 
 
-def open_eyes(mmproj, image_tokens: tuple[int, int] | None, opened, n_ctx: int) -> Eyes | None:
+def open_eyes(mmproj, image_tokens: tuple[int, int] | None, opened) -> Eyes | None:
     """The eyes of a model: those of a file, random ones for "synthetic", or none for None. opened: has config and
     tokenizer. Raises ModelError, RequestError."""
     if mmproj is None:
@@ -271,7 +277,8 @@ def open_eyes(mmproj, image_tokens: tuple[int, int] | None, opened, n_ctx: int) 
     pad = opened.tokenizer.control.get(PAD)
     if opened.config.pooling or pad is None:
         raise ModelError(f"{opened.config.name} cannot see: it is no model for text, or has no token {PAD}")
-    return Eyes(open_tower(mmproj, opened.config.hidden_dim), limits_for(image_tokens, n_ctx), pad)
+    Limits.of(image_tokens)     # refuses what no context allows
+    return Eyes(open_tower(mmproj, opened.config.hidden_dim), functools.partial(limits_for, image_tokens), pad)
 
 
 def pictures_of(ids: list[int], pictures, eyes: Reader | None) -> PromptPictures:

@@ -161,8 +161,8 @@ class Turns:
 
     def add_part(self, seconds: float, task, has_answers: bool):
         """A part was queued, beside running answers or without any. seconds: by plan. task: gives the Span of the part
-        (engine/micro_batches.py); None for a whole pass, whose time must be guessed. Without answers this waits until
-        the part before is over."""
+        (engine/micro_batches.py); None for a pass on several cards, whose time must be guessed. Without answers this
+        waits until the part before is over."""
         if not has_answers:
             if task:
                 self.alone.append((seconds, task, self.factors))

@@ -1,6 +1,7 @@
 """Pictures for tests, made by code: what they show, and files of every kind that the formats know."""
 
 import contextlib
+import functools
 import io
 import struct
 import zlib
@@ -94,8 +95,9 @@ def made_up_sight():
         yield
 
 
-def made_up_eyes(mmproj, image_tokens, opened, n_ctx):
+def made_up_eyes(mmproj, image_tokens, opened):
     """In place of `open_eyes`, for models with a token for pictures."""
     if mmproj is None:
         return None
-    return Eyes(MadeUpTower(opened.config.hidden_dim), limits_for(image_tokens, n_ctx), opened.tokenizer.control[PAD])
+    limits = functools.partial(limits_for, image_tokens)
+    return Eyes(MadeUpTower(opened.config.hidden_dim), limits, opened.tokenizer.control[PAD])

@@ -160,6 +160,7 @@ class FakePipeline:
         self.random, self.fault, self.n_processed = random, None, 0
         self.log, self.passes = [], []              # passes: the first two tokens of each
         self.n_layers, self.plan_error = 32, 1.0    # of a pass; what plans say of its time, as a multiple
+        self.growth = 0.0                           # and of what they do not know: each token before it slows a pass
         self.gallery = None                         # no model here sees
         self.unfinished = None                      # a pass of which layers are left: (how many, ids, slot, marks)
 
@@ -209,13 +210,13 @@ class FakePipeline:
             self.saved[number] = "unfinished"
         self.unfinished = self.n_layers, list(ids), slot, dict(marks)
         span = self.continue_prefill(n_pieces, is_first=True)
-        return None if is_whole else span
+        return None if is_whole and self.n_stages > 1 else span
 
     def continue_prefill(self, n_pieces=None, is_first=False):
         left, ids, slot, marks = self.unfinished
         assert n_pieces is None or 0 < n_pieces < left
-        seconds = self.times.add_part(self.now, self.token_seconds * len(ids) * (n_pieces or left) / self.n_layers,
-                                      is_first)
+        of_token = self.token_seconds * (1 + self.growth * len(self.states[slot]))
+        seconds = self.times.add_part(self.now, of_token * len(ids) * (n_pieces or left) / self.n_layers, is_first)
         timed = SimpleNamespace(seconds=seconds, end=self.times.part_end)
         span = SimpleNamespace(result=lambda: timed, worker=SimpleNamespace(wait=self.wait))
         self.log.append(("part", len(ids) * (n_pieces or left) / self.n_layers))
@@ -779,13 +780,15 @@ def test_a_running_answer_waits_for_a_part_of_a_pass_at_most():
     assert sum(passes) == 4096 and max(passes) == PASS / world.pipeline.token_seconds // PAGE_TOKENS * PAGE_TOKENS
 
 
+@pytest.mark.parametrize("growth", [0, 0.0005])
 @pytest.mark.parametrize("plan_error", [0.1, 1, 8])
 @pytest.mark.parametrize("token_seconds", [0.00005, 0.0004, 0.02])
-def test_a_cancelled_prompt_frees_the_card_soon(token_seconds, plan_error):
-    """However long its passes would be, and however wrong the plan, from its second pass on."""
+def test_a_cancelled_prompt_frees_the_card_soon(token_seconds, plan_error, growth):
+    """However long its passes would be, and however wrong the plan, from its second pass on; also where a plan does
+    not know how much slower passes become towards the end of a long prompt."""
     world, text = roomy(chunk=2048), texts()
     pipeline, waits = world.pipeline, []
-    pipeline.token_seconds, pipeline.plan_error = token_seconds, plan_error
+    pipeline.token_seconds, pipeline.plan_error, pipeline.growth = token_seconds, plan_error, growth
     generation = world.submit(text(15_000))
     while generation.n_read < 12_000:
         world.step()

@@ -420,6 +420,19 @@ def test_cancelled_while_waiting(engine):
     assert alone(engine, request(9)) == want
 
 
+def test_each_pass_of_a_prompt_that_is_read_alone_is_timed(engine, monkeypatch):
+    """Also one that is queued whole. Otherwise passes take longer and longer towards the end of a long prompt, and a
+    cancelled one keeps the card."""
+    turns, spans = engine.scheduler.turns, []
+    add_part = turns.add_part
+    monkeypatch.setattr(turns, "add_part", lambda seconds, span, *rest: (spans.append(span),
+                                                                         add_part(seconds, span, *rest)))
+    monkeypatch.setattr(turns, "n_pieces", lambda pieces, has_answers: len(pieces))
+    engine.submit(request(5, n_prompt=LONG)).wait()
+    engine.clear_cache()
+    assert len(spans) > 2 and all(spans)
+
+
 def test_cancelled_between_the_chunks_of_its_prompt(engine):
     want, calls, submitted = alone(engine, request(9)), [], threading.Event()
 

@@ -243,6 +243,16 @@ def test_longest_context_is_the_longest():
     assert planner("synthetic:tiny", typed(CMP_100_210), kv_tokens=5000).longest_context() == 4992
 
 
+@pytest.mark.parametrize("memory", [100 << 20, 160 << 20])
+def test_the_longest_context_of_a_model_that_sees_is_one_that_loads(memory):
+    """The longer a context, the more tokens may a picture have, and the more memory do its eyes take."""
+    opened = qengine.open_model(qengine.DEFAULT_MODEL)
+    planner = lambda **wishes: qengine.make_planner(opened, [EmulatedCard(memory_bytes=memory)],
+                                                    opened.demand(**wishes))
+    longest = planner().longest_context()
+    assert planner(ctx=longest).plan.fits and not planner(ctx=longest + 64).plan.fits
+
+
 @pytest.mark.parametrize("model, gigabytes, demand", [("synthetic:27b:q6_k", (15.5, 15.5), {}),
                                                       ("synthetic:9b", (7, 5.5, 2.6), {"slots": 4}),
                                                       ("synthetic:35b-a3b:q4_k", (15.5,), {"expert_memory": 13 << 30})])

@@ -146,7 +146,7 @@ def load_seeing(card, golden, monkeypatch, **options):
     opened = qengine.open_model(oracle_path("gguf/dense_mtp-Q8_0.gguf"))
     tower = GivenRows({case.picture.digest: case.rows for case in golden})
     pad = opened.tokenizer.control["<|image_pad|>"]
-    monkeypatch.setattr(qengine, "open_eyes", lambda *_: Eyes(tower, Limits(), pad))
+    monkeypatch.setattr(qengine, "open_eyes", lambda *_: Eyes(tower, lambda n_ctx: Limits(), pad))
     return qengine.load(opened, card=card, progress=False, **{"ctx": 512, "slots": 4} | options), tower
 
 
