@@ -872,44 +872,62 @@ def expected(case, k_pages, v_pages):
     return np.concatenate(found)
 
 
-def check(card, format, case):
+def outputs(card, rows, width, quantized):
+    """The poisoned output of a launch: int8 and scales, or float32."""
+    out = (card.alloc((rows, width), np.int8), card.alloc((rows, width // 32), np.float32)) if quantized else (
+        card.alloc((rows, width), np.float32), None)
+    for array in filter(None, out):
+        card.poison(array)
+    return out
+
+
+def rows_of(output, n):
+    """The first n rows of an output."""
+    return tuple(array and array[:n] for array in output)
+
+
+def compare(card, output, want, is_live):
+    """The live rows of an output must have the bits of the rows `want`, quantised if it is, and the others its poison.
+    want: float32 [fewer rows, width]; is_live: of each row of the output."""
+    references = (want, None) if output[1] is None else quantize_reference(want)
+    for array, reference in zip(filter(None, output), references):
+        got = card.download(array).view(np.uint8)
+        np.testing.assert_array_equal(got[is_live], np.ascontiguousarray(reference).view(np.uint8)[is_live[:len(want)]])
+        assert (got[~is_live] == 255).all(), "a void row or one too many was written"
+
+
+def check(card, format, case, quantized=True):
     """Launches twice, on poisoned outputs and scratch: early, with float32 output, which is compared with float64; then
-    not early, with int8 output, which is compared with the first one quantised. Returns the largest relative L2 error
-    of a row of a head."""
+    not early. The second output is int8, which is compared with the first one quantised, or, if not `quantized`,
+    float32 with the same bits. Returns the largest relative L2 error of a row of a head."""
     (n_heads, n_kv, positions), shape = case
     heads, rows = heads_of(n_heads, n_kv, shape), len(positions)
     case, width = sample_case(format, heads, positions), n_heads * heads.head_dim
     launch, there, scratch = launcher(card, case)
-    out = card.alloc((rows + 1, width), np.float32)
-    q, d = card.alloc((rows + 1, width), np.int8), card.alloc((rows + 1, width // 32), np.float32)
-    for array in (out, q, d):
-        card.poison(array)
-    launch((out[:rows], None), early=True)  # the first one: until it stores the new key, the page holds NaN there
-    launch((q[:rows], d[:rows]))
-    got, q, d = card.download(out), card.download(q), card.download(d)
-    want = expected(case, card.download(there.pages.k), card.download(there.pages.v))
+    first, second = outputs(card, rows + 1, width, False), outputs(card, rows + 1, width, quantized)
+    launch(rows_of(first, rows), early=True)    # until it stores the new key, the page holds NaN there
+    launch(rows_of(second, rows))
+    got, want = card.download(first[0]), expected(case, card.download(there.pages.k), card.download(there.pages.v))
     error = head_error(got[:rows], want, n_heads)
     assert np.linalg.norm(got[:rows] - want) <= TOLERANCE_ALL * np.linalg.norm(want)
-    for quantized, reference in zip((q, d), quantize_reference(got[:rows])):
-        np.testing.assert_array_equal(quantized[:rows], reference)
-    assert np.isnan(got[rows]).all() and (q[rows] == -1).all() and np.isnan(d[rows]).all(), "wrote on"
+    assert np.isnan(got[rows]).all(), "wrote on"
+    compare(card, second, got[:rows], np.arange(rows + 1) < rows)
     assert not card.download(scratch.arrived).any(), "counters must be zero again"
     return error
 
 
-def check_rows(card, format, case):
+def check_rows(card, format, case, quantized=(False, True)):
     """A check of several rows, on poisoned outputs and scratch, against plain launches of its rows 0, then its rows 1,
-    ...: outputs and pages must have the same bits. Returns 0."""
+    ...: outputs and pages must have the same bits. It is launched twice, early and not, for each of `quantized`, which
+    says whether its output is int8 or float32. Returns 0."""
     (n_heads, n_kv, answers, width), shape = case
     heads, n = heads_of(n_heads, n_kv, shape), len(answers)
     case, columns = sample_check(format, heads, answers, width), n_heads * heads.head_dim
-    out, one_by_one = (card.alloc((width * n + 1, columns), np.float32) for _ in range(2))
-    q, d = card.alloc((width * n, columns), np.int8), card.alloc((width * n, columns // 32), np.float32)
-    for array in (out, one_by_one, q, d):
-        card.poison(array)
     launch, there, scratch = launcher(card, case, width)
-    launch((out[:width * n], None), early=True)
-    launch((q, d))
+    found = [outputs(card, width * n + 1, columns, each) for each in quantized for _ in range(2)]
+    for i, output in enumerate(found):
+        launch(rows_of(output, width * n), early=i % 2 == 0)
+    one_by_one = card.alloc((width * n, columns), np.float32)
     plain = upload_case(card, case)
     for first in range(0, width * n, n):
         qkv = plain.qkv._replace(
@@ -917,13 +935,10 @@ def check_rows(card, format, case):
                 np.ascontiguousarray(case.qkv.rotary.positions[:, first:first + n]))))
         attend_decode(card, (one_by_one[first:first + n], None), qkv, plain.pages, plain.places.rows_from(first),
                       scratch, n)
-    got, want = card.download(out), card.download(one_by_one)
-    np.testing.assert_array_equal(got.view(np.uint32), want.view(np.uint32))
-    for quantized, reference in zip((q, d), quantize_reference(got[:-1])):
-        live = case.places.positions >= 0
-        np.testing.assert_array_equal(card.download(quantized)[live], reference[live])
-    assert np.isnan(got[:-1][case.places.positions < 0]).all() and np.isnan(got[-1]).all(), "a void row was written"
-    assert np.isfinite(got[:-1][case.places.positions >= 0]).all()
+    want, is_live = card.download(one_by_one), case.places.positions >= 0
+    assert np.isfinite(want[is_live]).all()
+    for output in found:
+        compare(card, output, want, np.append(is_live, False))
     for name in "k", "v":
         pages = [card.download(getattr(each.pages, name)).view(np.uint8) for each in (there, plain)]
         np.testing.assert_array_equal(*pages)

@@ -1,3 +1,5 @@
+import itertools
+
 import numpy as np
 import pytest
 
@@ -13,9 +15,26 @@ FLOAT16 = KV_FORMATS["float16"]
 SHAPES = [rope.QWEN35, rope.QWEN3]
 
 
-@pytest.mark.parametrize("format, case", of_formats(attend_decode.CASES, every=True), ids=str)
-def test_decode_equals_the_reference(card, format, case):
-    attend_decode.check(card, format, case)
+# Kernels with int8 output differ from those with float32 output in their last lines alone. So not every case has both:
+# in float16 the first of each shape of heads, and one whose KV heads have several blocks; one in few bits.
+FIRST_OF_SHAPE = [*{case[1]: case for case in reversed(attend_decode.CASES)}.values()]
+SHARED = next(case for case in attend_decode.CASES if case[0][0] // case[0][1] > attend_decode.MAX_HEADS)
+QUANTIZED = [*itertools.product(["float16"], [*FIRST_OF_SHAPE, SHARED]), (KV_KINDS[0], attend_decode.CASES[0])]
+
+
+def plain_cases():
+    """(format, case, whether with int8 output, too)"""
+    for each in of_formats(attend_decode.CASES, every=True):
+        format, case = getattr(each, "values", each)
+        if not hasattr(each, "marks"):
+            yield format, case, (format.name, case) in QUANTIZED
+        if hasattr(each, "marks") or (format.name, case) not in QUANTIZED:
+            yield pytest.param(format, case, True, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("format, case, quantized", [*plain_cases()], ids=str)
+def test_decode_equals_the_reference(card, format, case, quantized):
+    attend_decode.check(card, format, case, quantized)
 
 
 # Numbers of heads that put arrays of shared memory at odd places. At position 4157 units have two pages: rows of the
@@ -30,7 +49,7 @@ def test_no_access_is_out_of_place(name, case):
     checked."""
     card, = open_cards("emulated")
     with card.checking():
-        attend_decode.check(card, KV_FORMATS[name], case)
+        attend_decode.check(card, KV_FORMATS[name], case, quantized=(name, case) == ("float16", CHECKED[0]))
 
 
 EARLY_CASES = [((4, 2, (0, 609, 63)), shape) for shape in SHAPES]
@@ -44,36 +63,44 @@ EARLY_OF_FORMATS = [
 def test_early_it_equals_the_reference(card, monkeypatch, format, case):
     """As on cards whose launches overlap; rows at the start, at the end and in the middle of a page."""
     monkeypatch.setattr(attend_decode, "launches_overlap", lambda cc: True)
-    attend_decode.check(card, format, case)
+    attend_decode.check(card, format, case, quantized=False)
 
 
-FIRST_OF_SHAPE = {case[1]: case for case in reversed(attend_decode.CHECKS)}.values()
-# An early kernel differs from the other in the order of its loads alone, and what it loads is decided by the shape of
+# An early kernel differs from the other in the order of its loads alone, and what it loads is decided by the width of
 # the heads.
-EARLY = [(FLOAT16, case, True) if case in FIRST_OF_SHAPE
-         else pytest.param(FLOAT16, case, True, marks=pytest.mark.slow) for case in attend_decode.CHECKS]
+EARLY_CHECKS = [(FLOAT16, next(case for case in attend_decode.CHECKS if case[1] == shape)) for shape in SHAPES]
 # In every run, each in a format of few bits: groups of 3 query heads and of 1, whose blocks are the smallest.
 SMALL_GROUPS = list(zip(KV_KINDS, [case for case in attend_decode.CHECKS if case[0][0] // case[0][1] in (3, 1)]))
 
 
 def checks():
-    """(format, case, False) as `of_formats` has them, SMALL_GROUPS without the mark of slow tests."""
-    for each in of_formats(attend_decode.CHECKS, False):
-        format, case, is_early = getattr(each, "values", each)
-        yield (format, case, is_early) if (format.name, case) in SMALL_GROUPS else each
+    """(format, case, whether early, whether with both kinds of output), as `of_formats` has them and what is above. The
+    others are slow tests, and so is a second kind of output."""
+    for is_early, each in itertools.product((False, True), of_formats(attend_decode.CHECKS)):
+        format, case = getattr(each, "values", each)
+        if (format, case) in EARLY_CHECKS if is_early else (
+                not hasattr(each, "marks") or (format.name, case) in SMALL_GROUPS):
+            yield format, case, is_early, False
+        if format is FLOAT16 or not is_early:
+            yield pytest.param(format, case, is_early, True, marks=pytest.mark.slow)
 
 
-@pytest.mark.parametrize("format, case, is_early", [*checks(), *EARLY], ids=str)
-def test_a_check_equals_plain_steps(card, monkeypatch, format, case, is_early):
-    """In the kernel for few answers, then in that for many, with blocks of one row and (few SMs) of several."""
+@pytest.mark.parametrize("format, case, is_early, both", [*checks()], ids=str)
+def test_a_check_equals_plain_steps(card, monkeypatch, format, case, is_early, both):
+    """In the kernel for few answers, then in that for many, with blocks of one row and (few SMs) of several. Output is
+    int8 and float32 by turns: where a case has int8 from the first kernel, it has float32 from the second, if that is
+    another one, and the next case and the next format have float32 from the first."""
     monkeypatch.setattr(attend_decode, "launches_overlap", lambda cc: is_early)
+    turn, (n_heads, n_kv, answers, width) = attend_decode.CHECKS.index(case) + [*KV_FORMATS].index(format.name), case[0]
+    group = heads_of(n_heads, n_kv, case[1]).group
     for many, n_sms in (1 << 20, 1), (1, 1 << 20), (1, 0):
         monkeypatch.setattr(attend_decode, "MANY_ANSWERS", many)
         monkeypatch.setattr(card, "n_sms", n_sms)
-        attend_decode.check_rows(card, format, case)
+        is_another = attend_decode.rows_of_block(format, group, len(answers), width) > 1
+        attend_decode.check_rows(card, format, case, (False, True) if both else [turn % 2 != is_another])
 
 
-@pytest.mark.parametrize("is_early", [False, True])
+@pytest.mark.parametrize("is_early", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_value_that_is_infinite_stays_out_of_the_rows_before(card, monkeypatch, is_early):
     """The value of a draft is above the largest half. A block of several rows has it, too, when it does those before,
     for which its probability is 0."""
@@ -129,8 +156,14 @@ def test_a_second_launch_changes_nothing(card):
     np.testing.assert_array_equal(card.download(out), first)
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("format", KV_FORMATS.values(), ids=KV_FORMATS)
+# With heads of 128, the first format in which each kind of rows is that of keys. Values are written in the same way.
+OF_KEYS = {format.keys.name: format for format in reversed(KV_FORMATS.values())}.values()
+STORED = [(format, shape) if shape == SHAPES[0] or format in OF_KEYS
+          else pytest.param(format, shape, marks=pytest.mark.slow)
+          for format, shape in itertools.product(KV_FORMATS.values(), SHAPES)]
+
+
+@pytest.mark.parametrize("format, shape", STORED, ids=str)
 def test_the_new_row_is_stored_as_store_kv_does(card, format, shape):
     case = sample_case(format, heads_of(4, 2, shape), (70, 64))
     launch, there, _ = launcher(card, case)
@@ -177,19 +210,19 @@ def test_a_large_score_takes_it_all(card):
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_neither_memory_error_nor_race(shape):
     card = open_cards("emulated", checked=True)[0]
-    attend_decode.check(card, FLOAT16, ((4, 2, (0, 65)), shape))
+    attend_decode.check(card, FLOAT16, ((4, 2, (0, 65)), shape), quantized=False)
 
 
 def test_neither_memory_error_nor_race_where_blocks_share_a_kv_head():
     card = open_cards("emulated", checked=True)[0]
-    attend_decode.check(card, FLOAT16, ((10, 1, (0, 65)), rope.QWEN3))
+    attend_decode.check(card, FLOAT16, ((10, 1, (0, 65)), rope.QWEN3), quantized=False)
 
 
 def test_neither_memory_error_nor_race_in_blocks_of_several_rows(monkeypatch):
     card = open_cards("emulated", checked=True)[0]
     monkeypatch.setattr(attend_decode, "MANY_ANSWERS", 1)
     monkeypatch.setattr(card, "n_sms", 0)
-    attend_decode.check_rows(card, FLOAT16, ((4, 2, ((62, 2), (64, 3)), 3), rope.QWEN3))
+    attend_decode.check_rows(card, FLOAT16, ((4, 2, ((62, 2), (64, 3)), 3), rope.QWEN3), [False])
 
 
 @pytest.mark.parametrize("heads", [(9, 1), (18, 2)], ids=str)
@@ -199,7 +232,7 @@ def test_blocks_of_several_rows_that_share_a_kv_head(card, monkeypatch, heads):
     made = []
     monkeypatch.setattr(attend_decode, "attend_kernel", lambda *args, make=attend_decode.attend_kernel:
                         made.append(args[-2:]) or make(*args))
-    attend_decode.check_rows(card, FLOAT16, ((*heads, ((60, 4), (0, 3), (130, 1)), 4), rope.QWEN3))
+    attend_decode.check_rows(card, FLOAT16, ((*heads, ((60, 4), (0, 3), (130, 1)), 4), rope.QWEN3), [False])
     assert (2, 3) in made
 
 
