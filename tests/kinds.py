@@ -2,6 +2,8 @@
 run with a format of each kind, and with all formats if slow tests are asked for. Shorter tests cover all formats in
 every run."""
 
+import itertools
+
 import pytest
 
 from kernels.formats import FORMATS
@@ -19,12 +21,26 @@ def kind(format):
 FIRST = {kind(format): format.name for format in reversed(PACKED)}      # the first packed format of each kind
 
 
-def of_each_kind(others):
-    """The names of all formats for `parametrize`. Those that are not the first of their kind have the mark `others`."""
-    return [name if name in (*FIRST.values(), "Q8_0") else pytest.param(name, marks=others) for name in FORMATS]
+def _fewest():
+    """The names of the fewest formats of FIRST in which each part of a kind has all of its values."""
+    def parts(kinds):
+        return {part for kind in kinds for part in enumerate(kind)}
+
+    return next([FIRST[kind] for kind in kinds] for n in itertools.count(1)
+                for kinds in itertools.combinations(FIRST, n) if parts(kinds) == parts(FIRST))
+
+
+FEW = _fewest()
+
+
+def of_each_kind(others, names=FIRST.values()):
+    """The names of all formats for `parametrize`. Those that are neither Q8_0 nor among `names`, the first of their
+    kind by default, have the mark `others`."""
+    return [name if name in (*names, "Q8_0") else pytest.param(name, marks=others) for name in FORMATS]
 
 
 BY_KIND = of_each_kind(pytest.mark.slow)
+BY_FEW = of_each_kind(pytest.mark.slow, FEW)            # where other tests have the same parts for each kind
 BY_KIND_IF_EMULATED = of_each_kind(pytest.mark.slow_if_emulated)        # a real card has all of them in every run
 
 

@@ -27,10 +27,13 @@ def test_sizes_and_shared_experts(card, sizes, shared):
     expert_gemv.check(card, Q8_0, sizes, shared and FORMATS[shared], absent=(0,))
 
 
-@pytest.mark.parametrize("name, sizes", [("Q8_0", NARROW), ("Q8_0", Sizes(2080, 1056, 32, 3, 2, 1)),
-                                         ("Q4_0", NARROW), ("Q4_0", Sizes(1056, 1056, 64, 3, 2, 2))], ids=str)
+@pytest.mark.parametrize("name, sizes", [
+    ("Q8_0", NARROW), ("Q8_0", Sizes(2080, 1056, 32, 3, 2, 1)), ("Q4_0", Sizes(1056, 512, 64, 3, 2, 2)),
+    pytest.param("Q4_0", NARROW, marks=pytest.mark.slow),
+    pytest.param("Q4_0", Sizes(1056, 1056, 64, 3, 2, 2), marks=pytest.mark.slow)], ids=str)
 def test_shapes_of_real_cards(card, name, sizes, monkeypatch):
-    """The kernels that keep weights in flight, on every card: for few SMs and for many."""
+    """The kernels that keep weights in flight, on every card: for few SMs and for many. Rows of whole tiles and others,
+    and rows of which two make a tile."""
     monkeypatch.setattr(card, "kind", "cuda")
     for n_sms, absent in (2, (1,)), (132, ()):
         monkeypatch.setattr(card, "n_sms", n_sms)

@@ -81,7 +81,7 @@ def products_of_real_cards(format, columns, widths, every_tile=False):
     kernel = q8_gemv.swiglu_kernel(fmt, 1, q8_gemv.shape_for(card, fmt, 1, 4096, True), True)
     yield kernel, *x, *w, *norm, *["uint32"] * 4
     shapes = decode_tile.shapes_of(format)
-    for shape in shapes if every_tile else shapes[-1:]:
+    for shape in shapes if every_tile else shapes[-1:]:     # the last needs most registers
         yield decode_tile.tile_kernel(format, shape, False), *y, *w, *x, *["uint32"] * 5, "bool"
     yield decode_tile.tile_kernel(format, shapes[-1], True), *x, *w, *x, *["uint32"] * 5
 
@@ -103,11 +103,12 @@ def attention_of_other_heads(format):
     yield from pages_of(format, QWEN3)
     if not format.expands:
         yield tiles_of(format, QWEN3, True)
-    for group, shape, early, width, rows in (
-            (1, QWEN3, False, 1, 1), (8, QWEN3, True, 1, 1), (8, QWEN35, False, 1, 1), (4, QWEN35, False, 8, 1),
-            (8, QWEN35, False, 8, 1), (8, QWEN3, False, 8, 1), (4, QWEN35, False, 8, 2), (4, QWEN3, False, 8, 2)):
+    for group, shape, early, width, rows, quantized in (    # the last as in test_attend_decode.py, which compiles these
+            (1, QWEN3, False, 1, 1, False), (8, QWEN3, True, 1, 1, True), (8, QWEN35, False, 1, 1, False),
+            (4, QWEN35, False, 8, 1, False), (8, QWEN35, False, 8, 1, False), (8, QWEN3, False, 8, 1, True),
+            (4, QWEN35, False, 8, 2, True), (4, QWEN3, False, 8, 2, False)):
         if rows <= attend_decode.rows_of_block(format, group, attend_decode.MANY_ANSWERS, width):
-            yield attend_of(format, group, shape, early, width, rows)
+            yield attend_of(format, group, shape, early, width, rows, quantized)
 
 
 def attention_in_few_bits(format):
@@ -143,11 +144,12 @@ def sparse_of(format, shape):
     yield block_sparse.keep_pages, words, words, x, "uint64[1]", i, i, *[n] * 13
 
 
-def attend_of(format, group, shape, early, width, rows):
+def attend_of(format, group, shape, early, width, rows, quantized=True):
     x, i = "float32[1]", ("int32[1]",) * 3
     page = (f"{np.dtype(format.keys.dtype).name}[1]",) * 2
-    kernel = attend_decode.attend_kernel(format, group, *shape, True, early, width, rows)
-    return (kernel, "int8[1]", x, x, "uint32[1]", x, x, x, "int32[1]", x, *page, *i, *["uint32"] * 10, "float32")
+    kernel = attend_decode.attend_kernel(format, group, *shape, quantized, early, width, rows)
+    return (kernel, "int8[1]" if quantized else x, x, x, "uint32[1]", x, x, x, "int32[1]", x, *page, *i,
+            *["uint32"] * 10, "float32")
 
 
 def kernels_of_pooling():
@@ -188,9 +190,6 @@ def kernels_of_routing():
             yield behind_norm, i, x, x, "uint32[1]", "int8[1]", x, x, x, x, n, n, "float32"
     yield route.group_kernel, *[i] * 5, *[n] * 3
     yield route.route_like_kernel, *[i] * 3, *[n] * 6
-
-
-EXPERTS = Q8_0, FORMATS["Q4_K"]         # whose products with experts every run of the suite compiles
 
 
 def decode_products_of_experts(format, shared):
@@ -274,18 +273,32 @@ def kernels_of_vision():
             yield half_gemm.gemm_kernel(shape, name), y, h, x, h, n, n, n
 
 
+def products_of_q8_0(every_tile=False):
+    return products_of_real_cards(Q8_0, [1, 2, 4, 8], [4096, 5120], every_tile)         # columns between need less
+
+
+def packed_products(name):
+    return products_of_real_cards(FORMATS[name], [1, 2], [4096, 5120])
+
+
+def every_other(kernels, number):
+    """Half of the kernels. For the next number, the other half: so of formats that take turns each half has all of the
+    kernels. Slow tests have both halves of each."""
+    return [*dict.fromkeys(kernels)][number % 2::2]
+
+
 @pytest.fixture(scope="module")
 def kernels(tmp_path_factory):
     if TARGET not in compiler.supported_ccs():
         pytest.skip("the installed CUDA toolkit cannot compile for sm_70")
-    packed = [kernel for name in FIRST.values()
-              for kernel in products_of_real_cards(FORMATS[name], [1, 2], [4096, 5120])]
-    products = [*products_of_real_cards(Q8_0, [1, 2, 4, 8], [4096, 5120], True), *packed]  # columns between need less
+    packed = [kernel for i, name in enumerate(FIRST.values()) for kernel in every_other(packed_products(name), i)]
+    products = [*products_of_q8_0(), *packed]
     attentions = [*attention_of_other_heads(KV_FORMATS[FLOAT16]),
                   *(kernel for name in KV_KINDS for kernel in attention_in_few_bits(KV_FORMATS[name]))]
     keeping = checkpoint.keep_states_kernel, *["float32[1]"] * 2, "int32[1]", *["float32[1]"] * 2, *["int32[1]"] * 3, \
         *["uint32"] * 6
-    experts = [kernel for format in EXPERTS for kernel in decode_products_of_experts(format, Q8_0)]
+    experts = [*decode_products_of_experts(Q8_0, Q8_0),
+               *every_other(decode_products_of_experts(FORMATS["Q4_K"], Q8_0), 0)]
     others = *products, *experts, *attentions, *kernels_of_pooling(), *draft_kernels(), *kernels_of_routing(), \
         *kernels_of_experts(), *kernels_of_checks(), *checks_of_the_delta_rule(), keeping, *kernels_beside_the_host(), \
         *kernels_of_vision()
@@ -294,6 +307,12 @@ def kernels(tmp_path_factory):
 
 def test_the_pipes_of_the_engine(kernels):
     assert len(kernels) > 20
+    everything = check_pipes(kernels)
+    assert "dp4a.s32.s32" in everything and "fma.rn.f16x2" in everything
+
+
+def check_pipes(kernels):
+    """Returns the PTX of all of them."""
     everything = ""
     for kernel, *types in kernels:
         ptx = compiler.compile_kernel(kernel, tuple(types), TARGET).ptx
@@ -301,7 +320,7 @@ def test_the_pipes_of_the_engine(kernels):
             found = re.search(pattern, ptx)
             assert not found, f"{kernel.__name__}: {what}: {ptx[found.start() - 20:found.end() + 40]!r}"
         everything += ptx
-    assert "dp4a.s32.s32" in everything and "fma.rn.f16x2" in everything
+    return everything
 
 
 def test_tensor_cores_are_for_variants_alone():
@@ -326,16 +345,15 @@ def test_no_register_is_spilled_on_sm_70(kernels):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("format", PACKED, ids=lambda format: format.name)
-def test_no_other_format_spills(format):
-    """What `kernels` leaves out of a format."""
+@pytest.mark.parametrize("format", [Q8_0, *PACKED], ids=lambda format: format.name)
+def test_no_kernel_of_a_format_spills(format):
+    """What `kernels` leaves out of a format, too."""
     if TARGET not in compiler.supported_ccs():
         pytest.skip("the installed CUDA toolkit cannot compile for sm_70")
-    if format.name not in FIRST.values():
-        check_spills(products_of_real_cards(format, [1, 2], [4096, 5120]))
-        check_spills(kernels_of_lists(format.name))
-    if format not in EXPERTS:
-        check_spills(decode_products_of_experts(format, Q8_0))
+    products = products_of_q8_0(every_tile=True) if format is Q8_0 else packed_products(format.name)
+    everything = [*products, *kernels_of_lists(format.name), *decode_products_of_experts(format, Q8_0)]
+    check_pipes(everything)
+    check_spills(everything)
 
 
 @pytest.mark.slow
@@ -508,12 +526,24 @@ EARLY_TWINS = {     # by the kernel and the types of the arguments, the first of
 }
 
 
+# By the kernel: the constants that decide what it does before it waits. Others, the formats of pages and the kind of
+# output have effects behind that alone. The products of experts read their format's weights, of which only the type
+# counts.
+DECISIVE = {"attend": ("early", "width", "rows"), "gdn_decode_kernel": ("early", "most"),
+            **{name: ("has_shared", "rows") for name in LET_AFTER_THE_WAIT}}
+
+
+def constants_of(kernel):
+    """Those of the device function `begin`, too, if the kernel calls one."""
+    own = inspect.getclosurevars(kernel.py_func).nonlocals
+    return (constants_of(own["begin"]) if "begin" in own else {}) | own
+
+
 def order_of_loads(kernel, *types):
-    """What is the same for kernels that do the same before they wait. Kernels of attention for other heads differ
-    behind that alone."""
-    constants = inspect.getclosurevars(kernel.py_func).nonlocals
-    own = tuple(constants[name] for name in ("early", "width", "rows")) if kernel.__name__ == "attend" else kernel
-    return kernel.__name__, own, types
+    """What is the same for kernels that do the same before they wait."""
+    constants, name = constants_of(kernel), kernel.__name__
+    own = tuple(constants.get(each) for each in DECISIVE[name]) if name in DECISIVE else kernel
+    return name, own, None if name in EARLY else types
 
 
 @pytest.fixture(scope="module")
@@ -529,8 +559,9 @@ def overlapping(kernels):
                if "wait_for_previous" in launch[0].py_func.__code__.co_names}
     waiting = list(reversed(waiting.values()))
     assert {kernel.__name__ for kernel, *_ in waiting} == set(CONSTANTS)
-    waiting += [(EARLY_TWINS[kernel.__name__](kernel, *types), *types) for kernel, *types in waiting
-                if kernel.__name__ in EARLY]
+    twins = [(EARLY_TWINS[kernel.__name__](kernel, *types), *types) for kernel, *types in waiting
+             if kernel.__name__ in EARLY]
+    waiting += {twin[0]: twin for twin in twins}.values()
     return [(kernel, types, compiler.compile_kernel(kernel, tuple(types), OVERLAPPING).ptx)
             for kernel, *types in waiting]
 

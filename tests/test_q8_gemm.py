@@ -11,7 +11,7 @@ from kernels.open import open_cards
 from kernels.operands import Matrix, Quantized
 from kernels.q8_gemv import random_activations, random_q8, upload_q8
 from tests.blocks import added, block_terms
-from tests.kinds import BY_KIND
+from tests.kinds import BY_KIND, FEW
 
 
 @pytest.mark.parametrize("add", [False, True])
@@ -100,8 +100,10 @@ def test_everything_stays_in_registers(name, rows):
 
 @pytest.mark.parametrize("name", BY_KIND)
 def test_bits_of_the_chain_of_every_format(card, name, monkeypatch):
-    """Per block an fma for each float scale, with an exact integer dot product, and one for each minimum: in NumPy."""
-    monkeypatch.setattr(q8_gemm, "TILES", {16: q8_gemm.TILES[16]})
+    """Per block an fma for each float scale, with an exact integer dot product, and one for each minimum: in NumPy. The
+    fewest formats with all parts of a kind have the highest tile, the others that of the tests above."""
+    tile = 16 if name in FEW else 8
+    monkeypatch.setattr(q8_gemm, "TILES", {tile: q8_gemm.TILES[tile]})
     rng, format, n, k, rows = np.random.default_rng(4), FORMATS[name], 40, 512, 20
     raw, (xq, xd) = formats.random_raw(rng, format, n, k), random_activations(rng, rows, k)
     y = np.zeros((rows, n), np.float32)

@@ -17,7 +17,7 @@ import qengine
 from engine.weights import floats_of, is_factor
 from kernels.formats import FORMATS
 from kernels.open import open_cards
-from tests.kinds import BY_KIND, FIRST
+from tests.kinds import BY_KIND, FEW
 from models.quantize import export, is_convertible, quantize
 from tests.models import as_stored, as_types, expert_tensors, results, rewrite, write_as_float32, write_experts
 from tests.oracle import DATA
@@ -29,8 +29,7 @@ RECORDED = DATA / "formats.json"
 PACKED = [name for name, format in FORMATS.items() if format.bits < 8]      # narrower than those of SOURCE
 
 
-@pytest.mark.parametrize("names", [list(FIRST.values()), pytest.param(PACKED, marks=pytest.mark.slow)],
-                         ids=["one of each kind", "all"])
+@pytest.mark.parametrize("names", [FEW, pytest.param(PACKED, marks=pytest.mark.slow)], ids=["few", "all"])
 def test_many_formats_in_one_model(card, tmp_path, names):
     """8-bit activations are all that sets a model apart from the same weights as float32: a model whose matrices are in
     several packed formats, one after the other, is as far from its float32 form as a model of Q8_0 is. To compile the

@@ -50,5 +50,5 @@ def test_the_instruction_is_gone(pair):
 def test_without_fused_multiply_add_kernels_pass_their_checks(emulated, name):
     emulated.replace([("ffma", "fp32")])
     checks = [case.check for case in importlib.import_module(f"kernels.{name}").cases(emulated) if case.check]
-    for check in checks[:4]:
+    for check in checks[:3]:        # of attention: each width of heads
         check()
