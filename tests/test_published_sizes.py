@@ -7,6 +7,7 @@ import pytest
 import qengine
 from engine import hyperparameters
 
+pytestmark = pytest.mark.usefixtures("compiled_when_launched")
 SMALL = {"n_layers": 4, "n_vocab": 1024, "ffn_dim": 512, "expert_dim": 256, "shared_dim": 256}     # at most
 TABLES = [(hyperparameters.SYNTHETIC_FIELDS, hyperparameters.SYNTHETIC),
           (hyperparameters.SYNTHETIC_MOE_FIELDS, hyperparameters.SYNTHETIC_MOE),
