@@ -1,14 +1,36 @@
 """A cluster of Ray on this machine, with several nodes, and engines that are replicas on it."""
 
 import contextlib
+import importlib.util
 import os
 import signal
 import time
 import uuid
 
+import pytest
+
+from engine.request import Request
 from engine.served import Facts
-from tests.scripted import ScriptedEngine, ScriptedPooling
+from tests.scripted import ScriptedEngine, ScriptedPooling, shipped
 from tests.until import wait_until
+
+LONG = " ".join(f"word{i}" for i in range(60))
+PACE = 0.02
+
+
+def skip_without_ray():
+    """For the head of a file, in place of importorskip, which would import Ray before engine.replicas does."""
+    if importlib.util.find_spec("ray") is None:
+        pytest.skip("Ray is an extra: pip install -r requirements-ray.txt", allow_module_level=True)
+
+
+@pytest.fixture(scope="module")
+def two_nodes():
+    from engine.replicas import cluster
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cluster, "HEALTH_SECONDS", (3, 30))       # so what has died is replaced sooner
+        with nodes(16, 16) as found:        # not real ones: they only say who is placed where
+            yield found
 
 
 @contextlib.contextmanager
@@ -69,3 +91,26 @@ def until_up(engine, n, seconds=120):
     """Waits until exactly n replicas are up."""
     wait_until(lambda: sum(one.state == "up" for one in engine.replicas) == n, seconds)
     time.sleep(0.1)
+
+
+def prompt(text="hi"):
+    return shipped().tokenizer.encode(text)
+
+
+def text_of(job):
+    return "".join(delta.text for delta in job)
+
+
+def alone(script=LONG):
+    return text_of(ScriptedEngine(script).submit(Request(prompt())))
+
+
+def running(engine):
+    return engine.stats()["requests_running"]
+
+
+def begun(engine, n):
+    """n answers, with a few tokens each, and by replica."""
+    jobs = [engine.submit(Request(prompt())) for _ in range(n)]
+    wait_until(lambda: all(job.n_generated >= 3 for job in jobs))
+    return jobs
