@@ -22,6 +22,7 @@ TEXT = """The emulated card executes the same kernels as a real one. It counts w
 a kernel would take on a card that few people have. Attention reads every key once. Its scores are sums of products in
 half precision, and its statistics are kept in single precision, so that an answer does not depend on the length of the
 text before it. A page holds the keys and values of 64 tokens. """
+pytestmark = pytest.mark.usefixtures("compiled_when_launched")
 PROMPT = [5, 300, 77, 1024, 9, 2048, 31, 600, 12, 3000, 44] * 15
 
 

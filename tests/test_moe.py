@@ -27,6 +27,7 @@ from tests.models import EXPERTS, USED, expert_tensors, write_experts
 from tests.oracle import oracle_json
 from tests.test_model import decode_logits, distance, reference_fixtures
 
+pytestmark = pytest.mark.usefixtures("compiled_when_launched")
 MODEL = "moe_mtp-Q8_0"
 PROMPTS = ["short", "long"]
 # Of a gap between two logits of a router in float32: after the attention layer, which works in half precision, the
