@@ -113,8 +113,8 @@ def run_perplexity(model: qengine.OpenModel, options) -> int:
         stack.enter_context(traced(engine, options))
         against = None
         if other:
-            against = qengine.load(other, card=engine.cards[0], ctx=engine.n_ctx, draft="off",
-                                   memory=memories(options)["memory"])      # both take of it
+            against = qengine.load(other, card=engine.cards[0], ctx=engine.n_ctx, draft="off", sparse=engine.sparse,
+                                   mmproj="none", memory=memories(options)["memory"])       # both take of it
             stack.callback(against.close)
         measured = measure_perplexity(engine, ids, against, progress=True)
     print(measured.table(names))

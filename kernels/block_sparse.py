@@ -8,7 +8,7 @@ kernels/attention.py reads no other. Of a page of queries and its group of query
     L_rp     = log2 sum_j exp(m_r . k_j)                        over the 64 keys j of page p, an earlier one
     M_p      = sum_r round(2^24 2^(L_rp - max_p L_rp) / Z_r)    Z_r: the sum of these powers over p
     kept     = the fewest pages whose M_p are the largest and hold all but 2^-s of the sum of all M_p,
-               but at most a budget of n / share + base pages of the n that these queries see
+               but at most n / share + base pages, the budget, where these queries see n pages
 
 A page with a score m_r . k_j that is not finite is always kept, whatever the budget: an answer must show what is broken
 as it would with all keys. Its L is NaN, and its M has the bit BROKEN.

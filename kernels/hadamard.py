@@ -16,8 +16,9 @@ them in float32 in a fixed order: first the stages within a lane, then those bet
     key, query    lane, + 32, + 64, + 96           5 6, then 0 1 2 3 4      turn
     output        4 or 8 neighbours                0 1 (2), then the rest   turn_back_function
 
-Pipe: fp32, and 5 or 4 shuffles for each of the lane's dims. Signs: the fraction of pi in binary, a choice that
-hides nothing. Source: the idea is QuaRot's (arXiv 2404.00456); seed of this form: llama.cpp's pull request 21038.
+Pipe: fp32, and 5 or 4 shuffles for each of the lane's dims. Signs: the binary digits of pi behind its point, which
+nobody can have chosen to suit a test. Source: the idea is QuaRot's (arXiv 2404.00456); seed of this form: llama.cpp's
+pull request 21038.
 """
 
 from functools import cache

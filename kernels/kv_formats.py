@@ -21,8 +21,8 @@ kernels/kv_expand.py makes halves of them for kernels/attention.py, kernels/atte
 tokens.
 
 To add a format: write its Rows in a section of their own, and add a line to `KV_FORMATS`. Tests are parametrised over
-it. What a kernel computes with is always a half: `expand` gives 8 dims as 4 words of two halves. Scales of a row belong
-into the row, so that a layer has two arrays in every format, one of keys and one of values.
+it. `expand` gives 8 dims as 4 words of two halves; kernels/attend_codes.py multiplies keys of 8 bits as integers.
+Scales of a row belong into the row, so that a layer has two arrays in every format, one of keys and one of values.
 
 **Rows of few bits** hold keys and values turned by kernels/hadamard.py: attention turns its queries, too, and turns its
 output back. Each 128 dims have a scale t, a half. A code n of b bits stands for
@@ -37,8 +37,8 @@ Codes of 8 dims, p = 0 .. 3: for 4 bits, dim 2 p begins at bit 4 p of a word and
 bits, in 24 bits, at bits 3 p and 12 + 3 p. So a shift puts a pair into two halves. For 8 bits a dim has a byte, in
 order, but the words of dims 8 i .. 8 i + 3 come first and those of dims 8 i + 4 .. 8 i + 7 behind them all, so that
 the lanes of a warp load neighbouring words.
-Levels beyond the largest magnitude would be lost, so that is a level for b = 8. For 4 and 3 bits it pays to clip: the
-outermost level is 0.87 and 0.75 of the largest, and then the scale is the one with the least squared error for these
+For 8 bits the outermost level is the largest magnitude of the 128 dims. For 4 and 3 bits it pays to clip: the outermost
+level is 0.87 and 0.75 of the largest, and then the scale is the one with the least squared error for these
 codes. Measurements, also of levels and scales that were not taken: benchmarks/results.md, section kv_formats.
 """
 

@@ -192,6 +192,15 @@ def test_a_model_beside_itself_with_other_pages(capsys, text):
     assert 0 < found[0] and sorted(found) == found and found[0] < float(kl.split()[-2]) < found[-1]
 
 
+def test_both_models_leave_out_keys_or_neither_does(capsys, monkeypatch, text):
+    """So a comparison shows what the other model or format changes, and nothing else. No text needs eyes."""
+    engines, load = [], qengine.load
+    monkeypatch.setattr(qengine, "load", lambda *a, **more: engines.append(load(*a, **more)) or engines[-1])
+    for sparse in "on", "off":
+        assert run(capsys, "-m", MODEL, "--perplexity", text, "--against", MODEL, "--sparse", sparse)[0] == 0
+    assert [engine.sparse for engine in engines] == ["on", "on", "off", "off"]
+
+
 def test_both_models_take_of_the_same_memory(capsys, monkeypatch, text):
     bounds, load = [], qengine.load
     monkeypatch.setattr(qengine, "load", lambda *a, memory, **more: bounds.append(memory) or load(
