@@ -1006,13 +1006,15 @@ def test_prompts_that_arrive_together_share_whatever_their_lengths():
 
 
 def test_a_prompt_that_nothing_is_shared_with_waits_for_no_other():
-    """A prompt with log-probabilities computes all of its tokens itself."""
+    """A prompt with log-probabilities computes all of its tokens itself, and pages of a whole prompt do not serve a
+    sparse one."""
     cache, ids = roomy().cache, texts()(500)
-    begun, plain, scored = (Sequence(qengine.Generation(qengine.Request(ids, prompt_logprobs=top), TOKENIZER), slot, 9,
-                                     cache.roots[0]) for slot, top in enumerate((None, None, 0)))
+    begun, plain, scored, sparse = (
+        Sequence(qengine.Generation(qengine.Request(ids, prompt_logprobs=top), TOKENIZER), slot, 9, cache.roots[tree])
+        for slot, (top, tree) in enumerate([(None, False), (None, False), (0, False), (None, True)]))
     assert not plain.follows(begun)
     begun.has_begun = True
-    assert plain.follows(begun) and not scored.follows(begun)
+    assert plain.follows(begun) and not scored.follows(begun) and not sparse.follows(begun)
 
 
 def test_nobody_is_overtaken_who_waits_for_pages():
