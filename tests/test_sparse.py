@@ -79,6 +79,15 @@ def test_recorded_bits(card, kv):
     assert hashes(card, [kv])[kv] == json.loads(RECORDED.read_text())[kv]
 
 
+def test_kernels_of_sparse_prompts_are_compiled_when_the_model_is_loaded(card):
+    """And none while a request waits."""
+    engine = loaded(card.twin(), sparse="ask")
+    known = set(engine.cards[0]._functions)
+    answer(engine, PROMPT, True)
+    assert {kernel.__name__ for kernel, *_ in set(engine.cards[0]._functions) - known} == set()
+    engine.close()
+
+
 def test_micro_batches_change_no_bit(card, monkeypatch):
     """As on a real card: parts of a pass in streams of their own, the last one of some rows."""
     logits, tokens, _ = said(card)
