@@ -1081,13 +1081,14 @@ class Stage:
                      is_sparse: bool = False):
         """Queue a pass over consecutive tokens of a slot. The hidden states stay in the model's scratch.x until the
         next pass. marks: (tokens of the pass, number of the checkpoint that is taken after them). seen: of pictures.
-        n_layers: queue only so many layers of the pass; `continue_prompt` queues the others. Returns the Span of what
-        is queued."""
+        n_layers: queue only so many layers of the pass; `continue_prompt` queues the others. Returns their Span."""
         n, (rope, copies) = len(ids), seen or (None, [])
         set_rows(self.inputs, ids, [slot] * n, range(start, start + n), rope)
         inside = tuple(Mark(end, slot, self.n_slots + number) for end, number in marks if end < n)
         self.prompt = PromptRows(slot, start, n, [number for end, number in marks if end == n], copies, is_sparse)
-        return self._queue_part(self.launch_prompt, n, inside, tap, n_layers, is_last=n_layers is None)
+        begin = self.card.default_stream.record()
+        span = self._queue_part(self.launch_prompt, n, inside, tap, n_layers, is_last=n_layers is None)
+        return span or Span([begin], self.card.default_stream.record())
 
     def queue_pictures(self, placed, n_pieces: int | None) -> Span:
         """Queue the encoding of pictures into rows of the Sight, or only n_pieces of it. placed: None: go on with the
@@ -1202,7 +1203,7 @@ class Stage:
             # Layer by layer: otherwise the last micro-batch could begin only when all layers of the others are queued.
             layers = itertools.zip_longest(*queued)
             self.layers_left = PassInParts(self.card.default_stream, self.streams[:len(sizes)], layers)
-        return self.layers_left.queue_timed(n_layers)
+        return self.layers_left.queue() if n_layers is None else self.layers_left.queue_timed(n_layers)
 
     def launch_micro_batches_in_sequence(self, n: int):
         """Like `launch_prompt`, in one stream, because a recording has one: the micro-batches follow each other."""
@@ -2143,8 +2144,7 @@ class Engine(TextOnly, TextEngine):
         self.name, self.details = opened.config.name, ModelDetails.of(opened.weights)
         self.pipeline, self.n_slots, self.chunk = pipeline, sizes.n_slots, planner.plan.chunk
         self.n_ctx, eyes = planner.demand.n_ctx, planner.demand.eyes
-        self.eyes = eyes and eyes.reader(self.n_ctx)
-        self.sparse = planner.demand.sparse
+        self.sparse, self.eyes = planner.demand.sparse, eyes and eyes.reader(self.n_ctx)
         self.cards, self.spare = [stage.card for stage in pipeline.stages], planner.spare  # spare: opened, not used
         self.layers = [stage.layers for stage in pipeline.stages]      # of each card
         cache = PrefixCache(pipeline, sizes.n_pages, sizes.n_checkpoints, sizes.n_host_checkpoints)

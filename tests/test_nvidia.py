@@ -291,7 +291,8 @@ def test_what_the_host_asks_of_the_driver_for_a_token(fake_card, monkeypatch):
     assert len(steps) == 97 and steps.count("".join(once)) == 95
     assert steps.count("cuMemcpyHtoDAsync cuMemcpyHtoDAsync ".join(once)) == 1  # a page, and where a checkpoint goes
     assert steps.count("cuMemcpyHtoDAsync ".join(once)) == 1                        # no checkpoint until the next page
-    assert set(calls[False]) == {"cuEventQuery"}
+    assert set(calls[False]) == {"cuEventQuery", "cuEventElapsedTime"}
+    assert calls[False].count("cuEventElapsedTime") <= 3        # how long a part of a prompt took, from three events
     engine.close()
 
 
