@@ -37,9 +37,10 @@ Codes of 8 dims, p = 0 .. 3: for 4 bits, dim 2 p begins at bit 4 p of a word and
 bits, in 24 bits, at bits 3 p and 12 + 3 p. So a shift puts a pair into two halves. For 8 bits a dim has a byte, in
 order, but the words of dims 8 i .. 8 i + 3 come first and those of dims 8 i + 4 .. 8 i + 7 behind them all, so that
 the lanes of a warp load neighbouring words.
+
 For 8 bits the outermost level is the largest magnitude of the 128 dims. For 4 and 3 bits it pays to clip: the outermost
-level is 0.87 and 0.75 of the largest, and then the scale is the one with the least squared error for these
-codes. Measurements, also of levels and scales that were not taken: benchmarks/results.md, section kv_formats.
+level is 0.87 and 0.75 of the largest, and then the scale is the one with the least squared error for these codes.
+Measurements, also of levels and scales that were not taken: benchmarks/results.md, section kv_formats.
 """
 
 from collections.abc import Callable
