@@ -1452,6 +1452,20 @@ def test_a_connection_that_is_lost(page):
     expect(page.get_by_role("heading", name="qengine")).to_contain_text("scripted")
 
 
+def test_a_connection_that_is_lost_while_the_server_is_asked_how_it_is(page):
+    """The answer on its way is older than the loss: the page asks again."""
+    page.route("**/v1/chat/completions", lambda route: route.fulfill(body="", content_type="text/event-stream"))
+    asked = []
+    page.route("**/health", lambda route: asked.append(route))
+    page.reload()
+    wait_until(lambda: page.wait_for_timeout(10) or asked)
+    say(page, "hello")
+    expect(page.get_by_role("alert")).to_contain_text("The connection was lost.")
+    page.route("**/health", lambda route: route.abort())
+    asked[0].continue_()
+    expect(page.get_by_role("heading", name="qengine")).to_contain_text("is not reachable")
+
+
 def test_a_connection_that_is_lost_before_a_word(page):
     page.route("**/v1/chat/completions", lambda route: route.fulfill(
         body=": reading 1 of 9 tokens\n\n", content_type="text/event-stream"))

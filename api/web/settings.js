@@ -83,19 +83,23 @@ $("settings").addEventListener("close", () => {
 
 // ---- the server's health and its models --------------------------------------------------------------------
 
-let watching = false, health = null;    // as /health tells
+let health = null;                      // as /health tells
+let isWatching = false, wantsLook = false;
 let models = [];                        // those that answer in conversations, each as /health tells of it
 
 /** The model that answers in a conversation: its own, else the one that was chosen last, else the first. */
 const modelOf = ({model}) => models.find(one => one.model === model)
   ?? models.find(one => one.model === settings.model) ?? models[0];
 
-/** Says how the server is, until it is well. */
+/** Says how the server is, until it is well. Called while a look is under way, it looks once more: what the server
+ *  says then may be older than the reason for the call. */
 async function watchHealth() {
-  if (watching) return;
-  for (watching = true; watching; watching && await sleep(2)) {
+  wantsLook = true;
+  if (isWatching) return;
+  for (isWatching = true; wantsLook; wantsLook && await sleep(2)) {
+    wantsLook = false;
     health = await healthOf().catch(() => ({status: "lost"}));
-    watching = health.status !== "ok";
+    isWatching = wantsLook ||= health.status !== "ok";
     if (health.model) models = [health, ...health.side ?? []].filter(one => one.kind === "text");
     showModel();
   }
