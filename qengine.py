@@ -728,11 +728,11 @@ class Model:
         arrays = self.scratch_layout(PAGE_TOKENS).values()
         return sum(math.prod(each.shape) * np.dtype(each.dtype).itemsize for each in arrays) // PAGE_TOKENS
 
-    def allocate(self, rows: int, step_rows: int):
-        """Takes scratch memory for passes of up to `rows` rows and for decode steps of up to step_rows rows."""
+    def allocate(self, rows: int, step_rows: int, max_pages: int):
+        """Takes scratch memory. Passes have up to `rows` rows, steps step_rows rows, and sequences max_pages pages."""
         c, card = self.config, self.card
         self.scratch = self.step_scratch = self.take_scratch(rows)
-        self.piece = kv_expand.Piece.alloc(card, KV_FORMATS[c.kv], c.n_kv_heads, c.head_dim)
+        self.piece = kv_expand.Piece.alloc(card, KV_FORMATS[c.kv], c.n_kv_heads, c.head_dim, max_pages)
         self.attention_scratch = attend_decode.Scratch.alloc(card, step_rows, c.n_heads, c.head_dim)
         self.arrived = card.zeros(step_rows, np.uint32, "router blocks that have arrived")
         self.side = card.stream("shared experts")
@@ -1013,7 +1013,7 @@ class Stage:
         self.chunk = min(chunk, pages_for(demand.n_ctx) * PAGE_TOKENS)
         self.max_rows = max(self.chunk, self.step_rows, HEAD_ROWS)
         self.gallery = self.sight.allocate(card, self.chunk) if self.sight else Gallery(0, 0)
-        self.model.allocate(self.max_rows, self.step_rows)
+        self.model.allocate(self.max_rows, self.step_rows, pages_for(demand.n_ctx))
         if demand.sparse != "off":
             self.model.chooser = block_sparse.Chooser.alloc(card, (config.n_heads, config.n_kv_heads, config.head_dim),
                                                             self.chunk, pages_for(demand.n_ctx), demand.slots)

@@ -439,8 +439,8 @@ def choose_pages(card, chooser, q, heads, pages, places, rows, start, *, rule=No
     """Returns chooser.kept, with the pages that each page of queries reads; chooser.counts grows. The rows are
     consecutive tokens of one slot, the first one at position `start`, a multiple of 64. start None: they read every
     page, so there is nothing to choose; returns None. q float16 [rows, heads, head_dim] as `norm_rope_q` makes it;
-    heads: a kernels/rope.py Heads. For pages of few bits: piece, a kernels/kv_expand.py Piece, of whole 32 pages. rule:
-    by default RULE. Writes chooser and piece, never allocates."""
+    heads: a kernels/rope.py Heads. For pages of few bits: piece, a kernels/kv_expand.py Piece, of whole 32 pages or of
+    all. rule: by default RULE. Writes chooser and piece, never allocates."""
     if start is None:
         return None
     rule, expanded = rule or RULE, pages.format.expands
@@ -455,7 +455,7 @@ def choose_pages(card, chooser, q, heads, pages, places, rows, start, *, rule=No
         card.launch(mean, (n_means, heads.n_heads), lanes, means, q[first:].reshape(-1), n, heads.n_heads,
                     stream=stream)
         end = (start + first + n - 1) // PAGE           # the last page of queries reads the pages before it
-        for first_page in range(0, end, n_pages) if end >= rule.dense else ():
+        for first_page in range(0, min(end, max_pages), n_pages) if end >= rule.dense else ():
             if expanded:
                 expand_pages(card, piece, pages, at, n, first_page, stream=stream)
             spans = -(-min(n_pages, end - first_page) // SPAN)

@@ -4,8 +4,9 @@
                                                 kernels/kv_formats.py's `decode` has them: turned, D = head_dim
 
 kernels/attention.py reads each page once for every 32 rows of a KV head's queries. So a page is expanded here once per
-launch, and attention reads halves, whatever the format. A piece of PIECE_PAGES pages bounds the memory: 64 MiB for 4
-heads of 256, for all layers of a card. benchmarks/results.md, section kv_formats, says what it costs.
+launch, and attention reads halves, whatever the format. A piece has all pages of a sequence, but no more than
+PIECE_PAGES. This bounds the memory: 64 MiB for 4 heads of 256, for all layers of a card. benchmarks/results.md, section
+kv_formats, says what it costs.
 
 A block has a page of a KV head; a thread expands 8 dims of a row at a time, 16 bytes. Pages and rows beyond the last
 row of the pass are left out: nobody reads them. Pipe: half2 and integer, 10 to 15 instructions for 8 dims. Bound by
@@ -40,11 +41,11 @@ class Piece(NamedTuple):
     block_table: Array      # int32 [1, n_pages]: 0, 1, .., since attention finds its pages through a table
 
     @classmethod
-    def alloc(cls, card, format, n_kv_heads, head_dim, n_pages=None):
-        """For pages of this format; None if they are halves. n_pages: by default PIECE_PAGES."""
+    def alloc(cls, card, format, n_kv_heads, head_dim, max_pages):
+        """For pages of this format; None if they are halves. max_pages: of a sequence."""
         if not format.expands:
             return None
-        n_pages = n_pages or PIECE_PAGES
+        n_pages = min(max_pages, PIECE_PAGES)
         shape = n_pages, n_kv_heads, PAGE, head_dim
         k, v = (card.alloc(shape, np.float16, f"expanded {name}") for name in ("keys", "values"))
         return cls(k, v, card.upload(np.arange(n_pages, dtype=np.int32)[None], "block table of expanded pages"))

@@ -29,7 +29,7 @@ class Bench:
         self.card, self.config = card, opened.config
         with opened.weights.loading(card) as loader:
             self.model = qengine.Model(loader, self.config, range(self.config.n_layers))
-        self.model.allocate(ROWS, 8 * SLOTS)
+        self.model.allocate(ROWS, 8 * SLOTS, MAX_PAGES)
         self.block = self.model.block
         self.cache = qengine.Cache(card, self.config, self.model.numbers,
                                    CacheSizes(SLOTS, MAX_PAGES, SLOTS * MAX_PAGES + 1, 2, 0))

@@ -12,4 +12,4 @@ def test_pages_become_the_halves_that_the_format_says(card, format, case):
 
 
 def test_halves_need_no_piece(card):
-    assert Piece.alloc(card, KV_FORMATS["float16"], 2, 256) is None
+    assert Piece.alloc(card, KV_FORMATS["float16"], 2, 256, 1) is None

@@ -1,5 +1,7 @@
 """Whole models with keys and values in few bits: how far logits move, and that nothing else moves bits."""
 
+import gc
+
 import numpy as np
 import pytest
 
@@ -52,7 +54,7 @@ def test_neither_chunks_nor_cached_prefixes_nor_drafts_nor_cards_change_bits(nam
     one = lambda: open_cards("emulated")[0]
     logits, tokens = said(one(), name)
     for cards, times, options in ((one(), 2, {"chunk": 64}), (one(), 1, {"draft": 3, "slots": 2}),
-                                  ([EmulatedCard(0), EmulatedCard(1)], 1, {"split": (1, 2)})):
+                                  ([EmulatedCard(0), EmulatedCard(1)], 1, {"split": (1, 2), "ctx": 40_000})):
         again = said(cards, name, times, **options)
         np.testing.assert_array_equal(again[0], logits)
         assert again[1] == tokens
@@ -73,6 +75,18 @@ def test_pieces_behind_the_last_key_are_not_launched():
     with card.counting() as log:
         stage.launch_prompt(64)
     assert [one.kernel for one in log].count("expand_kv") == layers * 3
+    engine.close()
+
+
+@pytest.mark.parametrize("ctx, n_pages", [(200, 4), (40_000, 256)])
+def test_a_piece_has_no_more_pages_than_a_context(ctx, n_pages):
+    """And a plan counts its halves as they are taken."""
+    opened, card = qengine.open_model(TINY).keeping("q8+3"), EmulatedCard(memory_bytes=700 << 20)
+    plan = qengine.make_planner(opened, [card], opened.demand(ctx=ctx)).plan
+    engine = qengine.load(opened, card=card, ctx=ctx, progress=False)
+    gc.collect()
+    assert engine.pipeline.last.model.piece.n_pages == n_pages
+    assert plan.stages[0].total == card.memory_bytes - card.free_bytes
     engine.close()
 
 

@@ -174,7 +174,7 @@ def test_scratch_memory_of_a_row():
     model.card = SimpleNamespace(alloc=lambda *array: taken.append(card.alloc(*array)) or taken[-1], zeros=card.zeros,
                                  stream=card.stream)
     for rows in (64, 192):
-        model.allocate(rows, 1)
+        model.allocate(rows, 1, 2)
         taken.append(None)
     few, more = ([array.nbytes for array in arrays]
                  for arrays in (taken[:len(taken) // 2 - 1], taken[len(taken) // 2:-1]))

@@ -163,7 +163,7 @@ def layer_results(card, path, block, x):
     opened = qengine.open_model(path)
     with opened.weights.loading(card) as loader:
         model = qengine.Model(loader, opened.config, range(opened.config.n_layers))
-    model.allocate(128, ROWS)
+    model.allocate(128, ROWS, 2)
     inputs, found = card.alloc(7 * 128, np.int32), {}
     qengine.set_rows(inputs, [0] * len(x), [0] * len(x), range(len(x)))
     rows = qengine.rows_of(inputs, len(x))

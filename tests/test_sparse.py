@@ -88,6 +88,15 @@ def test_kernels_of_sparse_prompts_are_compiled_when_the_model_is_loaded(card):
     engine.close()
 
 
+def test_few_bits_in_a_context_that_is_too_short_to_be_sparse(card, monkeypatch):
+    """It has fewer pages than the page of queries with which the kernels are tried."""
+    logits, tokens, _ = said(card, kv="q8", sparse="off")
+    monkeypatch.setattr(block_sparse, "RULE", RULE._replace(dense=128))
+    again = said(card, kv="q8")
+    np.testing.assert_array_equal(again[0], logits)
+    assert again[1:] == (tokens, 1)
+
+
 def test_micro_batches_change_no_bit(card, monkeypatch):
     """As on a real card: parts of a pass in streams of their own, the last one of some rows."""
     logits, tokens, _ = said(card)
