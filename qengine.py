@@ -996,10 +996,10 @@ class Stage:
         free, self.step_rows = card.free_bytes, 1 if config.pooling else step_rows(demand.slots, demand.drafts)
         blocks = range(layers.start, layers.stop + config.n_nextn * (demand.drafts > 0 and not self.hands_on))
         eyes = demand.eyes if not layers.start else None
-        self.sight = eyes and eyes.load(card, config.hidden_dim, demand.n_ctx)
         with (weights.loading(card) as loader, host_table.loading(weights, loader, demand.table_on_host),
               expert_store.loading(weights, loader, config, blocks, demand, self.step_rows) as self.store,
               card.packed(packed_bytes)):
+            self.sight = eyes and eyes.load(card, config.hidden_dim, demand.n_ctx)
             self.model = Model(loader, config, layers, progress, drafts=demand.drafts > 0, wish=demand.products)
         self.weight_bytes = free - card.free_bytes
         self.table_bytes = host_table.bytes_of(self.model)

@@ -226,21 +226,23 @@ class Block:
 class Scratch:
     """The scratch memory of a pass over up to `rows` patches.
 
-    pixels  uint8, flat                 of the pictures, one behind the other
     inputs  int32, flat                 the arrays of a Grid and the tiles of attention, one behind the other
+    pixels  uint8, flat                 of the pictures, one behind the other. In the memory of x, which comes later
     x       float32 [rows, width]       the residual stream
     u       float16 [rows, width]       what a norm or attention gives
-    wide    float16, flat               patches; queries, keys and values; inside an MLP; inside the merger
+    wide    float16, flat               patches; queries, keys and values; inside an MLP, of some rows at a time; inside
+                                        the merger
     """
 
     def __init__(self, card: Card, config: VisionConfig, rows: int):
-        widest = max(3 * config.width, config.ffn_dim, patches.VALUES)
         self.rows, self.most_tiles = rows, picture_attention.most_tiles(rows, rows // MERGED, config.head_dim)
-        self.pixels = card.alloc(rows * patches.VALUES, np.uint8, "pixels of pictures")
         self.inputs = card.alloc(12 * rows + 3 * self.most_tiles, np.int32, "places of patches")
-        self.x = card.alloc((rows, config.width), np.float32, "vision residual stream")
+        memory = card.alloc(rows * max(patches.VALUES, 4 * config.width), np.uint8, "vision residual stream")
+        self.pixels = memory[:rows * patches.VALUES]
+        self.x = memory[:rows * 4 * config.width].view(np.float32).reshape(rows, config.width)
         self.u = card.alloc((rows, config.width), np.float16, "vision activations")
-        self.wide = card.alloc(rows * widest, np.float16, "vision inner activations")
+        inner = max(rows * max(3 * config.width, patches.VALUES), min(rows, PIECE_ROWS) * config.ffn_dim)
+        self.wide = card.alloc(inner, np.float16, "vision inner activations")
 
 
 class Tower:
@@ -358,16 +360,17 @@ class Tower:
             gemm_half(card, y.reshape(-1)[n * first:n * end], matrix, given.reshape(-1)[k * first:k * end], end - first,
                       ending, shape=shape)
 
-        def products(n, *steps, before=lambda: None):
-            each = sum(2 * math.prod(matrix.w.shape) for _, matrix, *_ in steps)
+        def products(n, y, matrix, given, ending, before=lambda: None):
+            step = partial(multiply, y, matrix, given, ending)
+            return self._pieces_of(step, n, 2 * math.prod(matrix.w.shape), before)
 
-            def launch(first, end):
-                if not first:
-                    before()
-                for step in steps:
-                    multiply(*step, first, end)
+        def mlp(block):
+            def step(first, end):
+                multiply(wide, block.up, u[first:], "gelu", 0, end - first)
+                multiply(x[first:], block.down, wide, "add", 0, end - first)
 
-            return [(each * (end - first), partial(launch, first, end)) for first, end in self._cuts(n, each)]
+            return self._pieces_of(step, rows, 4 * math.prod(block.up.w.shape), partial(normalise, block.ln2),
+                                   wide.size // config.ffn_dim)
 
         def attention():
             each = 4 * config.width * picture_attention.block_rows(config.head_dim)
@@ -380,27 +383,37 @@ class Tower:
             return [(each * int(lengths[first:end].sum()), partial(launch, first, end))
                     for first, end in self._cuts(len(lengths), each * int(lengths[0]), 1)]
 
-        yield from products(rows, (x, self.patch, wide, "float"),
+        yield from products(rows, x, self.patch, wide, "float",
                             before=lambda: patches.cut_patches(card, wide, scratch.pixels, grid))
         for block in self.blocks:
             begin = normalise_first if block is self.blocks[0] else normalise
-            yield from products(rows, (wide, block.qkv, u, "half"), before=partial(begin, block.ln1))
+            yield from products(rows, wide, block.qkv, u, "half", before=partial(begin, block.ln1))
             yield from attention()
-            yield from products(rows, (x, block.out, u, "add"))
-            yield from products(rows, (wide, block.up, u, "gelu"), (x, block.down, wide, "add"),
-                                before=partial(normalise, block.ln2))
-        yield from products(rows // MERGED, (wide, self.mm_0, u, "exact gelu"), before=partial(normalise, self.post_ln))
+            yield from products(rows, x, block.out, u, "add")
+            yield from mlp(block)
+        yield from products(rows // MERGED, wide, self.mm_0, u, "exact gelu", before=partial(normalise, self.post_ln))
         at = 0
         for n, out in zip(tokens, outs or [None] * len(tokens)):
-            yield from products(n, (out, self.mm_2, wide[at:], "float"))
+            yield from products(n, out, self.mm_2, wide[at:], "float")
             at += n * MERGED * config.width
 
-    def _cuts(self, n: int, operations: int, unit: int = PIECE_ROWS) -> list[tuple[int, int]]:
-        """(first, end) of the pieces of n rows of so many operations each: all rows, but on an emulated card as many as
-        PIECE says. unit: what a piece has a multiple of."""
-        size = n
+    def _pieces_of(self, step, n: int, operations: int, before, most: int | None = None):
+        """The pieces of n rows of so many operations each, as `_pieces`. step(first, end) queues rows; before() comes
+        before the first ones. most: rows of a piece, at most."""
+        def launch(first, end):
+            if not first:
+                before()
+            step(first, end)
+
+        return [(operations * (end - first), partial(launch, first, end))
+                for first, end in self._cuts(n, operations, most=most)]
+
+    def _cuts(self, n: int, operations: int, unit: int = PIECE_ROWS, most: int | None = None) -> list[tuple[int, int]]:
+        """(first, end) of the pieces of n rows of so many operations each: all rows, but at most `most`, and on an
+        emulated card as many as PIECE says. unit: what a piece has a multiple of."""
+        size = n if most is None or n <= most else most // unit * unit
         if self.card.kind == "emulated":
-            size = unit * max(int(PIECE * self.card.threads / (unit * operations)), 1)
+            size = min(size, unit * max(int(PIECE * self.card.threads / (unit * operations)), 1))
         return [(first, min(first + size, n)) for first in range(0, n, size)]
 
 

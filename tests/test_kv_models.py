@@ -1,11 +1,13 @@
 """Whole models with keys and values in few bits: how far logits move, and that nothing else moves bits."""
 
+import collections
 import gc
 
 import numpy as np
 import pytest
 
 import qengine
+from benchmarks.figures import figure
 from cli.perplexity import measure_perplexity
 from engine.plan import Demand
 from engine.request import RequestError
@@ -108,6 +110,29 @@ def test_contexts_that_fit_into_16_gb(model, kv, tokens):
     card.granule = 2 << 20
     opened = qengine.open_model(f"synthetic:{model}").keeping(kv)
     assert qengine.make_planner(opened, [card], opened.demand(ctx=1024)).longest_context() >= tokens
+
+
+PICTURES = {"any picture": None, "64 to 2,048 tokens": (64, 2048), "64 to 1,024 tokens": (64, 1024)}
+
+
+@pytest.mark.parametrize("pictures", PICTURES)
+def test_contexts_and_eyes_that_fit_into_16_gb(pictures):
+    """As benchmarks/results.md has them; and what the eyes take, with the longest context in q8+3."""
+    card = EmulatedCard(memory_bytes=16 << 30)
+    card.granule = 2 << 20
+    for kv in "float16", "q8+3", "q3":
+        opened = qengine.open_model("synthetic:27b:q4_k").keeping(kv)
+        demand = opened.demand(ctx=1024, mmproj="synthetic", image_tokens=PICTURES[pictures])
+        longest = qengine.make_planner(opened, [card], demand).longest_context()
+        assert longest == figure("kv-fits-eyes", pictures, kv)
+    n_ctx, paper, taken = int(figure("kv-fits-eyes", pictures, "q8+3")), PlannedCard(card), collections.Counter()
+    sight = demand.eyes.load(paper, opened.config.hidden_dim, n_ctx)
+    sight.allocate(paper, chunk=512)
+    for n_bytes, name in paper.allocations.values():
+        taken["weights" if name.startswith(("v.", "mm.")) else "rows" if "rows" in name else "work"] += n_bytes / 2**20
+    assert {kind: round(n) for kind, n in taken.items()} == {
+        "weights": figure("kv-eyes", "weights", pictures), "work": figure("kv-eyes", "the largest picture", pictures),
+        "rows": figure("kv-eyes", "rows of pictures", pictures)}
 
 
 def test_a_plan_says_what_fits_in_each_format():

@@ -1,5 +1,6 @@
 """Which layers go where, what that takes, and how passes flow: plans against brute force and against what is loaded."""
 
+import dataclasses
 import functools
 import gc
 import io
@@ -28,6 +29,7 @@ from qengine import PlannedModel, make_planner, open_model
 from tests.costs import costs_of_27b
 from tests.oracle import oracle_path
 from tests.tiny import ROOT
+from tests.vision_files import SMALL, write_tower
 
 pytestmark = pytest.mark.usefixtures("compiled_when_launched")
 
@@ -141,21 +143,25 @@ def test_plan_says_what_is_allocated(model, n_cards, options):
     engine.close()
 
 
-def test_weights_share_an_allocation_as_planned():
-    """On cards whose memory comes in granules: a plan is of what is taken, and the tokens are the same."""
+def test_weights_share_an_allocation_as_planned(tmp_path):
+    """Those of the eyes, too, on cards whose memory comes in granules: a plan is of what is taken, and the tokens are
+    the same."""
     class Granular(EmulatedCard):
         granule = 64 << 10
 
     opened, text = open_model("synthetic:tiny"), dict(max_tokens=5, ignore_eos=True)
+    options = {"ctx": 1024, "mmproj": write_tower(tmp_path / "eyes.gguf", dataclasses.replace(SMALL, hidden_dim=256))}
     plain, card = EmulatedCard(memory_bytes=700 * MB), Granular(memory_bytes=700 * MB)
-    want = qengine.load(opened, card=plain, progress=False, ctx=1024)
-    stage = make_planner(opened, [card], opened.demand(ctx=1024)).plan.stages[0]
-    engine = qengine.load(opened, card=card, progress=False, ctx=1024)
+    want = qengine.load(opened, card=plain, progress=False, **options)
+    stage = make_planner(opened, [card], opened.demand(**options)).plan.stages[0]
+    engine = qengine.load(opened, card=card, progress=False, **options)
     gc.collect()
     assert stage.total - card.granule <= 700 * MB - card.free_bytes <= stage.total     # small arrays share granules
     assert 0 <= stage.weights - want.pipeline.last.weight_bytes < card.granule
-    matrices = [matrix for layer in engine.pipeline.last.model.layers for matrix in qengine.matrices(layer.mixer)]
-    assert len({id(matrix.values.memory.backing) for matrix in matrices}) == 1
+    stage = engine.pipeline.last
+    weights = [matrix.values for layer in stage.model.layers for matrix in qengine.matrices(layer.mixer)]
+    weights += [block.qkv.w for block in stage.sight.tower.blocks]
+    assert len({id(array.memory.backing) for array in weights}) == 1
     assert engine.generate([7] * 100, **text) == want.generate([7] * 100, **text)
     for each in engine, want:
         each.close()

@@ -126,14 +126,24 @@ def test_no_bit_depends_on_the_pieces(small, monkeypatch, piece):
 
 def test_a_large_picture_is_in_short_pieces_on_an_emulated_card_alone(small, monkeypatch):
     """4,000 x 3,000 pixels are 39 x 52 blocks. The least of attention is a tile, with all heads."""
-    _, tower = small
-    monkeypatch.setattr(Tower, "most_tokens", 2048)
+    path, tower = small
+    tower = tower_of(tower.card, path, max_tokens=2048)
     seconds = tower.seconds([picture(39, 52)], SPEED)
     tile = 4 * SMALL.width * picture_attention.block_rows(SMALL.head_dim) * MERGED * 39 * 52
     assert max(seconds) * SHARE * SPEED.half2 <= 1.001 * max(PIECE * tower.card.threads, tile)
     monkeypatch.setattr(tower.card, "kind", "cuda")
     on_cuda = tower.seconds([picture(39, 52)], SPEED)
     assert len(on_cuda) == 3 + 4 * SMALL.n_blocks and sum(on_cuda) == pytest.approx(sum(seconds))
+
+
+def test_an_mlp_takes_no_more_memory_than_attention(card, tmp_path):
+    """Its inner rows come in pieces, on every card, where all of them would; and no bit depends on that."""
+    config = dataclasses.replace(SMALL, ffn_dim=1800)
+    path, given = write_tower(tmp_path / "mmproj.gguf", config), picture(8, 16)
+    little, much = (tower_of(card, path, max_tokens) for max_tokens in (128, 512))
+    assert little.scratch.wide.size == MERGED * 128 * 3 * config.width
+    assert len(little.seconds([given], SPEED)) == len(much.seconds([given], SPEED)) + 2 * config.n_blocks
+    np.testing.assert_array_equal(encoded(little, given), encoded(much, given))
 
 
 def test_a_picture_too_large_is_refused(small):
