@@ -22,7 +22,7 @@ from .grammar import Shape
 from .pictures import Sent, content_of
 from .openai import MAX_STOPS, NAME, OBJECT, STOP
 from .results import CallId
-from .streams import cause_of, kept_alive, sse, whole
+from .streams import cause_of, kept_alive, keys_read, sse, whole
 from .thinking import EFFORTS, VARIABLES, read_thinking
 from .tools import Tool
 
@@ -274,7 +274,7 @@ class Answer:
     def usage(self, generation) -> dict:
         return {"input_tokens": generation.n_prompt - generation.n_cached, "cache_creation_input_tokens": 0,
                 "cache_read_input_tokens": generation.n_cached, "output_tokens": generation.n_generated,
-                "output_tokens_details": {"thinking_tokens": self.reply.n_thinking}}
+                "output_tokens_details": {"thinking_tokens": self.reply.n_thinking}} | keys_read([generation])
 
 
 def written(block) -> dict:

@@ -32,7 +32,7 @@ from .fields import ANYTHING, BOOL, SAMPLED, TEXT, either, list_of, object_of, o
 from .grammar import Rules, Shape
 from .openai import CALL, ID, MAX_LOGPROBS, MAX_STOPS, OBJECT, STOP, TOOL, ChatChoice, read_call_id, read_tools
 from .pictures import Sent, content_of
-from .streams import cause_of, kept_alive, whole
+from .streams import cause_of, kept_alive, keys_read, whole
 from .thinking import VARIABLES, read_thinking, thinks
 from .tools import form_of
 
@@ -353,7 +353,7 @@ class Answer:
                  "prompt_eval_duration": timings.prompt, "eval_duration": timings.answer}
         spent = {name: round(seconds * 1e9) for name, seconds in times.items()}
         counts = {"prompt_eval_count": generation.n_prompt, "prompt_eval_cached_count": generation.n_cached,
-                  "eval_count": generation.n_generated}
+                  "eval_count": generation.n_generated} | keys_read([generation], "prompt_eval_keys_read")
         end = {"done": True, "done_reason": reason} | cause_of(generation)
         return end | self._context(generation, reason) | spent | counts
 

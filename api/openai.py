@@ -9,7 +9,7 @@ import time
 import uuid
 
 from engine.reply import CallArguments, CallStart, Content, Message, Thought
-from engine.request import STOP_LETTERS, Delta, Request, RequestError, share_read
+from engine.request import STOP_LETTERS, Delta, Request, RequestError
 
 from . import chat, field_table
 from .endpoint import Endpoint, WireProtocol
@@ -19,7 +19,7 @@ from .fields import ANYTHING, BOOL, SAMPLED, SECONDS, TEXT, either, list_of, num
 from .grammar import Shape, at_least
 from .pictures import Sent
 from .results import CallId
-from .streams import cause_of, kept_alive, sse, together, whole
+from .streams import cause_of, kept_alive, keys_read, sse, together, whole
 from .thinking import BUDGETS, EFFORTS, VARIABLES, read_thinking, thinks
 from .tools import Tool
 
@@ -476,10 +476,8 @@ class Answer:
         """Tokens: of each prompt once, however many answers it has. Drafts count as predictions."""
         firsts, n_accepted = generations[::self.n], sum(sum(g.drafts.n_accepted) for g in generations)
         n_prompt, n_generated = sum(g.n_prompt for g in firsts), sum(g.n_generated for g in generations)
-        share = share_read(firsts)      # of sparse prompts; of others nobody is told
         return {"prompt_tokens": n_prompt, "completion_tokens": n_generated, "total_tokens": n_prompt + n_generated,
-                "prompt_tokens_details": {"cached_tokens": sum(g.n_cached for g in firsts)}
-                | ({} if share is None else {"keys_read": round(share, 4)}),
+                "prompt_tokens_details": {"cached_tokens": sum(g.n_cached for g in firsts)} | keys_read(firsts),
                 "completion_tokens_details": {
                     "reasoning_tokens": sum(choice.n_thinking for choice in self.choices),
                     "accepted_prediction_tokens": n_accepted,

@@ -15,7 +15,7 @@ from engine.request import Delta
 
 from .errors import explain
 from .openai import error_body, logprobs_of_text
-from .streams import cause_of, kept_alive, sse, whole
+from .streams import cause_of, kept_alive, keys_read, sse, whole
 
 SEAL = "qengine."           # how the encrypted_content of this server begins; what follows is base64, not a secret
 
@@ -107,7 +107,8 @@ class Answer:
 
     def usage(self, generation) -> dict:
         return {"input_tokens": generation.n_prompt,
-                "input_tokens_details": {"cached_tokens": generation.n_cached, "cache_write_tokens": 0},
+                "input_tokens_details": {"cached_tokens": generation.n_cached, "cache_write_tokens": 0}
+                | keys_read([generation]),
                 "output_tokens": generation.n_generated,
                 "output_tokens_details": {"reasoning_tokens": self.reply.n_thinking},
                 "total_tokens": generation.n_prompt + generation.n_generated}

@@ -5,7 +5,7 @@ import time
 
 from werkzeug.exceptions import ServiceUnavailable
 
-from engine.request import deltas_of, read_of
+from engine.request import deltas_of, read_of, share_read
 
 READING_SECONDS = 1         # between two comments on how much of a prompt is read
 SILENCE_SECONDS = 15        # proxies take a stream for dead that is silent for long, as it is while a prompt is read
@@ -55,6 +55,13 @@ def cause_of(end) -> dict:
     """A field of our own. In it, every protocol says why an answer ended if the protocol's own words cannot say it.
     end: the last Delta, or the Generation."""
     return {"cause": end.cause} if end.cause else {}
+
+
+def keys_read(generations, name: str = "keys_read") -> dict:
+    """Another field of our own, for what every protocol counts: the share of the keys that sparse prompts have read.
+    Of other prompts it says nothing."""
+    share = share_read(generations)
+    return {} if share is None else {name: round(share, 4)}
 
 
 def sse(data: dict, name: str | None = None) -> str:

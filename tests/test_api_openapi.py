@@ -1,6 +1,7 @@
 """The OpenAPI document: it describes what is served, and requests made up from it never break the server."""
 
 import functools
+import json
 
 import hypothesis
 import jsonschema
@@ -14,7 +15,7 @@ from api.fields import SECONDS, check
 from api.openai import PROTOCOL
 from api.openapi import ENDPOINTS, document, operation, published
 from engine.request import RequestError
-from tests.clients import app_of
+from tests.clients import HI, app_of
 from tests.scripted import ScriptedEngine, ScriptedPooling
 from tests.until import PATIENCE
 
@@ -53,6 +54,50 @@ def test_every_endpoint_is_described():
     for endpoint in ENDPOINTS:
         if endpoint.body is not None:
             jsonschema.Draft202012Validator.check_schema(published(endpoint.body))
+
+
+class SparseEngine(ScriptedEngine):
+    """Reads a quarter of the keys of a prompt that is to be sparse."""
+
+    def begin(self, request):
+        generation = super().begin(request)
+        generation.keys_read, generation.keys_seen = (30, 120) if request.sparse else (0, 0)
+        return generation
+
+
+def properties(description, *names):
+    """The properties of a body, or of an object in it, that are not refused."""
+    found = {name: one for name, one in description.get("properties", {}).items() if "x-refused" not in one}
+    return properties(found.get(names[0], {}), *names[1:]) if names else found
+
+
+def shares(said):
+    """What anything said says in a field `keys_read`, or in one whose name ends so."""
+    if isinstance(said, list | dict):
+        for name, value in said.items() if isinstance(said, dict) else enumerate(said):
+            yield from [value] if str(name).endswith("keys_read") else shares(value)
+
+
+SPARSE = {one.path: one.body for one in ENDPOINTS if one.generates and "sparse" in {
+    *properties(one.body), *properties(one.body, "options")}}
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+@pytest.mark.parametrize("path", SPARSE)
+def test_what_takes_sparse_prompts_tells_how_much_of_the_keys_was_read(path, is_stream):
+    """In whatever protocol, and of other prompts nothing."""
+    assert len(SPARSE) >= 6
+    web, takes = app_of(SparseEngine("Hello.")).test_client(), properties(SPARSE[path])
+    texts = {"messages": [HI], "input": "hi", "prompt": "hi"}
+    body = dict([next((name, text) for name, text in texts.items() if name in takes)], model="m", stream=is_stream)
+    body |= {"max_tokens": 9} if "max_tokens" in takes else {}
+    if is_stream and "include_usage" in properties(SPARSE[path], "stream_options"):
+        body["stream_options"] = {"include_usage": True}
+    for sparse, told in (True, {0.25}), (False, set()):
+        more = {"sparse": sparse} if "sparse" in takes else {"options": {"sparse": sparse}}
+        answer = web.post(path, json=body | more)
+        lines = [line[line.find("{"):] for line in answer.text.splitlines() if "{" in line]
+        assert answer.status_code == 200 and {share for line in lines for share in shares(json.loads(line))} == told
 
 
 @pytest.mark.parametrize("endpoint", [one for one in ENDPOINTS if one.body], ids=lambda endpoint: endpoint.path)
