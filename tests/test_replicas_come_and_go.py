@@ -19,7 +19,8 @@ skip_without_ray()
 
 from engine.replicas import cluster
 from engine.request import Request
-from tests.replicas import LONG, PACE, alone, begun, prompt, replicated, running, text_of, two_nodes, until_up, wish_for
+from tests.replicas import (LONG, PACE, alone, begun, prompt, replace_second, replicated, revive_second, running,
+                            text_of, two_nodes, until_up, wish_for)
 from tests.tiny import ROOT
 from tests.until import PATIENCE, wait_until
 
@@ -62,14 +63,12 @@ def test_an_engine_that_stops_is_replaced(two_nodes):
 
 def test_a_node_that_dies(two_nodes):
     """Its raylet is killed, and all that runs there with it."""
-    ray_cluster, (_, second) = two_nodes
     with replicated(("paced", {"script": LONG, "pace": PACE}), n=2, n_cpus=9) as engine:        # one on each node
         jobs = begun(engine, 4)
-        ray_cluster.remove_node(second, allow_graceful=False)
-        two_nodes[1][1] = ray_cluster.add_node(num_cpus=16, object_store_memory=100 << 20)
+        replace_second(*two_nodes)
         assert [text_of(job) for job in jobs] == [alone()] * 4
         assert {job.n_lost for job in jobs} == {0, 1}
-        until_up(engine, 2)
+        until_up(engine, 2, meanwhile=lambda: revive_second(*two_nodes))
 
 
 def test_a_rolling_change_loses_nothing(two_nodes):
@@ -133,6 +132,6 @@ def test_replicas_come_and_go_with_the_load(two_nodes, monkeypatch):
     with replicated(("paced", {"script": LONG * 4, "pace": PACE, "n_slots": 1}), n=1, most=2) as engine, \
             idle_fronts(engine, 4):
         jobs = begun(engine, 4)
-        wait_until(lambda: sum(one.state == "up" for one in engine.replicas) == 2)
+        until_up(engine, 2, PATIENCE)
         assert [text_of(job) for job in jobs] == [alone(LONG * 4)] * 4      # none was lost to one that goes
-        wait_until(lambda: sum(one.state == "up" for one in engine.replicas) == 1)
+        until_up(engine, 1, PATIENCE)

@@ -7,8 +7,9 @@ import time
 PATIENCE = 300
 
 
-def wait_until(condition, seconds=PATIENCE):
+def wait_until(condition, seconds=PATIENCE, seen=lambda: ""):
+    """seen(): what there is in place of what is waited for. It is asked for when the wait has failed."""
     end = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < end, "waited in vain"
+        assert time.monotonic() < end, f"waited in vain {seen()}"
         time.sleep(0.01)
