@@ -245,7 +245,6 @@ class Translator(Printing):
                 self.do(f"{slot}.v = getelementptr i8, ptr %frame, i64 {self.kept[register]}")
             elif self.lanes.vector(register):
                 self.do(f"{slot}.v = alloca <{WARP} x {t}>, align 64")
-        self._start_undefined()
         if self.partial:
             self.do("%turn = alloca i32")
         if self.flow.spins:
@@ -264,6 +263,7 @@ class Translator(Printing):
         cases = " ".join(f"i32 {i + 1}, label %{label}" for i, label in enumerate(self.resumes))
         self.do(f"switch i32 %resume, label %start [{cases}]")
         self.label("start")
+        self._start_undefined()
         if self.reduces:
             self._start_reductions()
         self.do("br label %b0")

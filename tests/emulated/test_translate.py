@@ -506,6 +506,13 @@ def test_registers_that_nothing_writes_are_harmless():
     assert (got == LANES).all()
 
 
+def test_a_register_that_is_read_first_keeps_what_is_written_later():
+    """In a loop with a barrier: behind it, only what was never written is zero."""
+    got = warp("""mad.wide.u32 %rd3, %r1, 4, %rd2; mov.u32 %r2, 0; AGAIN: bar.sync 0; add.s32 %r9, %r5, %r2;
+    ld.global.u32 %r5, [%rd3]; add.s32 %r2, %r2, 1; setp.lt.u32 %p1, %r2, 3; @%p1 bra AGAIN;""", block=(64,))
+    assert (got == np.arange(64) + 2).all()
+
+
 def test_debugging_sections_are_skipped():
     text = module("ld.param.u64 %rd1, [p0]; st.global.u32 [%rd1], 5;", ["u64"])
     out = np.zeros(1, np.uint32)
