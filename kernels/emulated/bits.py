@@ -1,6 +1,6 @@
 """Instructions on the bits of words."""
 
-from .emit import bits_of, const, llvm_type, suffix, ty
+from .emit import WARP, bits_of, const, llvm_type, suffix, ty
 from .integers import Integers
 from .ptx import Imm
 
@@ -165,24 +165,38 @@ class Bits(Integers):
         if len(instr.mods) != 1:
             raise instr.unsupported()
         a, b, selector = instr.operands[1:]
-        known = self.lanes.of(selector, 32)
+        known, choice = self.lanes.of(selector, 32), self.choices.get(getattr(selector, "name", None))
+        if choice:
+            return self._prmt_of_choice(instr.operands[0], a, b, choice)
+        known = known.const if known.uniform else None
+        self.lift(instr, "i32", [(a, "i32"), (b, "i32"), (selector, "i32")],
+                  lambda w, a, b, s: self._chosen_bytes(w, a, b, s, known))
 
-        def compute(w, a, b, s):
-            both = self.op("or", "i64", w, self.resize("i32", "i64", w, a),
-                           self.op("shl", "i64", w, self.resize("i32", "i64", w, b), const("i64", w, 32)))
-            total = None
-            for i in range(4):
-                byte = self._chosen_byte(w, both, a, b, s, i, known)
-                byte = self.op("shl", "i32", w, byte, const("i32", w, 8 * i)) if i else byte
-                total = self.op("or", "i32", w, total, byte) if i else byte
-            return total
-        self.lift(instr, "i32", [(a, "i32"), (b, "i32"), (selector, "i32")], compute)
+    def _prmt_of_choice(self, target, a, b, choice):
+        """prmt with one of two constant selectors in each lane: chooses between two results."""
+        lanes, *selectors = choice
+        w = 1 if self.uniform(a, b) else WARP
+        a, b = (self.get(o, "i32", w) for o in (a, b))
+        results = [self._chosen_bytes(w, a, b, None, selector) for selector in selectors]
+        results = [self.splat("i32", result) for result in results] if w == 1 else results
+        self.put(target, "i32", WARP, self.select("i32", WARP, lanes, *results))
+
+    def _chosen_bytes(self, w, a, b, s, known):
+        """prmt. known: the selector, if it is a constant."""
+        both = self.op("or", "i64", w, self.resize("i32", "i64", w, a),
+                       self.op("shl", "i64", w, self.resize("i32", "i64", w, b), const("i64", w, 32)))
+        total = None
+        for i in range(4):
+            byte = self._chosen_byte(w, both, a, b, s, i, known)
+            byte = self.op("shl", "i32", w, byte, const("i32", w, 8 * i)) if i else byte
+            total = self.op("or", "i32", w, total, byte) if i else byte
+        return total
 
     def _chosen_byte(self, w, both, a, b, s, i, known):
         """One byte of prmt. Three bits of the selector choose one of 8 bytes; with the fourth bit the result is the
         chosen byte's sign in every bit."""
-        if known.const is not None and known.uniform:
-            nibble = known.const >> 4 * i & 15
+        if known is not None:
+            nibble = known >> 4 * i & 15
             word = self.op("lshr", "i32", w, (a, b)[nibble >> 2 & 1], const("i32", w, 8 * (nibble & 3)))
             byte = self.op("and", "i32", w, word, const("i32", w, 255))
             return self._byte_sign(w, byte) if nibble & 8 else byte

@@ -3,7 +3,7 @@
 from .bits import Bits
 from .emit import WARP, bits_of, const, llvm_type, suffix, ty
 from .floats import DIRECTED
-from .ptx import Pair
+from .ptx import Imm, Pair
 
 _SIGNED = {"lt": "slt", "le": "sle", "gt": "sgt", "ge": "sge", "eq": "eq", "ne": "ne"}
 _UNSIGNED = {"lt": "ult", "le": "ule", "gt": "ugt", "ge": "uge", "lo": "ult", "ls": "ule", "hi": "ugt",
@@ -65,6 +65,8 @@ class Conversions(Bits):
         t = llvm_type(instr.mods[-1])
         a, b, p = instr.operands[1:]
         self.lift(instr, t, [(p, "i1"), (a, t), (b, t)], lambda w, p, a, b: self.select(t, w, p, a, b))
+        if t == "i32" and isinstance(a, Imm) and isinstance(b, Imm) and not self.uniform(p):
+            self.choices[instr.operands[0].name] = self.vector(p, "i1"), a.value, b.value
 
     def op_slct(self, instr):
         t, kind = llvm_type(instr.mods[-2]), instr.mods[-1]

@@ -175,6 +175,7 @@ class Operands(Code):
         self.divided = frozenset()
         self.patterns = {}                                 # of scalars for patterned operands, see `integer`
         self.repeats = {}                                  # in this block, register -> Repeat
+        self.fours = {}                                    # register -> (the four that it belongs to, its place there)
         self.results = Results(lanes.every, self.registers)
         self.leaving = {}                                  # registers whose NaN the current instruction shows
         self.n_definitions = Counter(r for i in lanes.every for r in i.written)
@@ -215,13 +216,30 @@ class Operands(Code):
             return self._convert(self.spread(own, value, shape.pattern), own, t, WARP)
         own = self.type_of(operand.name)
         if self.lanes.vector(operand.name):
-            value = self.let(f"load <{WARP} x {own}>, ptr {self.slots[operand.name]}.v, align 64")
+            value = self._load_vector(operand.name, own)
             return self._convert(self._settled(operand, own, WARP, value), own, t, WARP)
         value = self.let(f"load {own}, ptr {self.slots[operand.name]}.s")
         value = self._settled(operand, own, 1, value)
         same = shape is None or shape.uniform
         whole = self.splat(own, value) if same else self.spread(own, value, shape.pattern)
         return self._convert(whole, own, t, WARP)
+
+    def _load_vector(self, name, t):
+        if name in self.fours:
+            four, i = self.fours[name]
+            return self.shuffle(t, 4 * WARP, self.load_four(four), range(i, 4 * WARP, 4))
+        return self.let(f"load <{WARP} x {t}>, ptr {self.slots[name]}.v, align 64")
+
+    def holder(self, name):
+        """(the register in whose storage a register's vector is, number of values there)"""
+        return (self.fours[name][0][0], 4 * WARP) if name in self.fours else (name, WARP)
+
+    def load_four(self, four):
+        """4 registers, side by side for each lane, as Memory.find_fours keeps them."""
+        return self.let(f"load <{4 * WARP} x {self.type_of(four[0])}>, ptr {self.slots[four[0]]}.v, align 64")
+
+    def store_four(self, four, value):
+        self.do(f"store <{4 * WARP} x {self.type_of(four[0])}> {value}, ptr {self.slots[four[0]]}.v, align 64")
 
     def _settled(self, operand, own, w, value):
         """A register's value. It has the card's NaN if the current instruction makes its bits visible (nans.py)."""
@@ -296,6 +314,11 @@ class Operands(Code):
         if name in self.divided and self.mask is not None:
             old = self.let(f"load <{WARP} x {t}>, ptr {slot}, align 64")
             value = self.select(t, WARP, self.mask_lanes(self.mask), value, old)
+        if name in self.fours:
+            four, own = self.fours[name]
+            wide = self.shuffle(t, WARP, value, [i // 4 for i in range(4 * WARP)])
+            places = [i + 4 * WARP * (i % 4 == own) for i in range(4 * WARP)]
+            return self.store_four(four, self.shuffle(t, 4 * WARP, self.load_four(four), places, wide))
         self.do(f"store <{WARP} x {t}> {value}, ptr {slot}, align 64")
 
     def lift(self, instr, result, operands, compute):

@@ -128,7 +128,8 @@ def bitwise(name, a, b, bits):
         return Shape(tz=min(a.tz, b.tz), bound=_or_bound(a, b))
     split = low_bits(a, b)
     if split is None:
-        return _masked(*((a, b.const) if b.uniform else (b, a.const)), bits) if name == "and" else VARYING
+        a, b = (a, b) if b.uniform else (b, a)
+        return _masked(a, b.const, bits) if name == "and" and b.uniform else VARYING
     pattern = [operate(x, y) for x, y in zip(*split[1:])]
     low = (1 << split[0]) - 1
     highs = [None if s.const is None else s.const & ~low for s in (a, b)]
@@ -141,12 +142,17 @@ def bitwise(name, a, b, bits):
 
 
 def _masked(a, mask, bits):
-    """a & mask where the mask keeps or clears the k lowest bits and the scalar is a multiple of 2**k."""
+    """a & mask where the mask keeps or clears the k lowest bits and the scalar is a multiple of 2**k, or where the
+    scalar is known."""
     low = ((1 << bits) - mask if mask is not None and mask >> (bits - 1) else mask or 0)
     if mask and mask >> (bits - 1) and low & (low - 1) == 0 and low <= 1 << a.tz:
         return patterned([p & -low for p in a.pattern], const=a.const, tz=a.tz, bound=a.bound)
     if mask and mask & (mask + 1) == 0 and mask < 1 << a.tz:
         return patterned([p & mask for p in a.pattern], const=0, tz=64, bound=mask + 1)
+    if mask and a.const is not None:
+        scalar = a.const & mask
+        return patterned([((a.const + p) % (1 << bits) & mask) - scalar for p in a.pattern], const=scalar,
+                         tz=constant(scalar).tz, bound=mask + 1)
     return VARYING
 
 

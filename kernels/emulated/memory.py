@@ -6,6 +6,8 @@ becomes one scalar access (all lanes alike) or vector accesses (neighbouring lan
 by lane (gather, scatter).
 """
 
+from collections import Counter
+
 from .emit import WARP, Repeat, const, llvm_type, suffix, ty, vector_const
 from .ptx import SIZES, Mem, Pack, Pair, Reg
 from .special import Special
@@ -64,9 +66,72 @@ class Memory(Special):
             raise instr.unsupported("a vector of another length")
         return instr.mods[-1], n, place, items
 
+    # ---- copies ----
+
+    def find_fours(self):
+        """Finds 4 registers that are loaded together by all lanes from neighbouring places, 16 bytes each, and then
+        only stored so: a copy. They are kept as they lie in memory, so nothing has to be sorted by lane. A `mov` may
+        have given them a first value."""
+        loaded, stored, others = set(), set(), set()
+        for instr in self.lanes.every:
+            names = self._whole_names(instr)
+            if names:
+                (loaded if instr.name == "ld" else stored).add(names)
+            elif instr.name != "mov" or instr.guard:
+                others.update(instr.written)
+            others.update(r for r in instr.reads if r not in (names or ()))
+        n_fours = Counter(r for four in loaded | stored for r in four)
+        others |= self.lanes.divided | {r for r, n in n_fours.items() if n > 1}
+        return {r: (four, i) for four in loaded & stored if not others.intersection(four) for i, r in enumerate(four)}
+
+    def _whole_names(self, instr):
+        """The 4 registers of an instruction that loads or stores 16 neighbouring bytes for each lane."""
+        if instr.name not in ("ld", "st") or "v4" not in instr.mods or SIZES.get(instr.mods[-1]) != 4 or instr.guard \
+                or {type(o) for o in instr.operands} != {Mem, Pack}:
+            return None
+        place, pack = sorted(instr.operands, key=lambda o: isinstance(o, Pack))
+        names, pattern = tuple(getattr(item, "name", None) for item in pack.items), self._pattern(place)
+        same = all(name in self.registers and not self.lanes.scalar(name)
+                   and self.type_of(name) == llvm_type(instr.mods[-1]) for name in names)
+        is_whole = len(set(names)) == 4 and pattern is not None and self._neighbours(pattern, 16)
+        return names if same and is_whole else None
+
     # ---- loads ----
 
+    def find_joined_loads(self, block):
+        """Finds 4 loads from shared memory in a block, of a word each, that read neighbouring words by one register,
+        and each of which would be a gather. Nothing between them writes memory, so the first one loads for all. Sets
+        joined_loads: id of the first one -> all 4, in the order of their addresses; of the others -> ()."""
+        self.joined_loads, groups = {}, {}
+        for instr in block.instrs if self.mask is None else ():
+            if not instr.written or instr.name == "atom":
+                groups = {}
+            elif instr.name == "ld" and self._gathers_words(instr) and instr.operands[0].name not in block.live_in:
+                place = instr.operands[1]
+                group = groups.setdefault((place.base.name, instr.mods), {})
+                group[place.offset] = instr
+                for first in range(place.offset - 12, place.offset + 4, 4):
+                    row = [group.get(first + 4 * i) for i in range(4)]
+                    if all(row):
+                        self.joined_loads |= {id(each): () for each in row}
+                        self.joined_loads[id(next(each for each in group.values() if each in row))] = row
+                        groups[place.base.name, instr.mods] = {at: i for at, i in group.items() if i not in row}
+                        break
+
+    def _gathers_words(self, instr):
+        """Whether an instruction would gather words of shared memory from known places, by a register and into one that
+        nothing else writes."""
+        if instr.mods[:-1] != ("shared",) or SIZES.get(instr.mods[-1]) != 4 or \
+                [type(o) for o in instr.operands] != [Reg, Mem] or not isinstance(instr.operands[1].base, Reg):
+            return False
+        target, place = instr.operands
+        pattern = self._pattern(place)
+        return self.n_definitions[place.base.name] == self.n_definitions[target.name] == 1 and \
+            pattern is not None and find_runs(pattern, 4, 1) is None
+
     def op_ld(self, instr):
+        if self.joined_loads.get(id(instr)) == ():
+            return
         self._load_all(instr)
         if "acquire" in instr.mods:
             self.do("fence acquire")
@@ -76,7 +141,11 @@ class Memory(Special):
         t, signed = llvm_type(kind), kind[0] == "s"
         if "param" in instr.mods and not isinstance(place.base, Reg):
             return self._load_parameter(instr, kind, place, registers)
-        self.note_access(instr, place, SIZES[kind] * n)
+        joined = self.joined_loads.get(id(instr), (instr,))
+        for each in joined:
+            self.note_access(each, next(o for o in each.operands if isinstance(o, Mem)), SIZES[kind] * n)
+        if len(joined) == 4:
+            n, place, registers = 4, joined[0].operands[1], [each.operands[0] for each in joined]
         pattern = self._pattern(place)
         if pattern is not None and len(set(pattern)) == 1:
             for i, register in enumerate(registers):
@@ -85,7 +154,10 @@ class Memory(Special):
             return
         runs = pattern and find_runs(pattern, SIZES[kind], n)
         if pattern is not None and self._neighbours(pattern, SIZES[kind] * n):
-            values = self._load_neighbours(instr, t, SIZES[kind], n, place, pattern[0])
+            whole = self._load_neighbours(instr, t, SIZES[kind], n, place, pattern[0])
+            if registers[0].name in self.fours:
+                return self.store_four(self.fours[registers[0].name][0], whole)
+            values = self.deinterleave(t, whole, n)
         elif runs and len(runs) == n == 1 and runs[0][1] < WARP and self.mask is None:
             (start, length, lanes), = runs
             few = Repeat(self._load_run(t, SIZES[kind], length, place, start), t, length, tuple(lanes))
@@ -207,8 +279,7 @@ class Memory(Special):
         return all(p - pattern[0] == size * lane for lane, p in enumerate(pattern))
 
     def _load_neighbours(self, instr, t, size, n, place, first):
-        """Loads 32 * n elements in a row, n for each lane, as n vectors of 32. `first`: the offset of lane 0's
-        elements."""
+        """Loads 32 * n elements in a row, n for each lane. `first`: the offset of lane 0's elements."""
         pointer, whole = self.pointer(1, self._scalar_address(place, first)), f"<{WARP * n} x {t}>"
         self._fetch_ahead(place, pointer, WARP * n * size)
         if self.mask is None:
@@ -219,7 +290,7 @@ class Memory(Special):
             loaded = self.call(f"llvm.masked.load.{suffix(t, WARP * n)}.p0", whole, ("ptr", pointer),
                                ("i32", str(size)),
                                (f"<{WARP * n} x i1>", self._wide_mask(n)), (whole, "zeroinitializer"))
-        return self.deinterleave(t, loaded, n)
+        return loaded
 
     def _fetch_ahead(self, place, pointer, nbytes):
         """Prefetches what follows in memory, where a warp reads in a loop what no other block reads. The CPU does not
@@ -285,7 +356,9 @@ class Memory(Special):
                 self.do(f"store {t} {self._last_lane(item, t)}, ptr {pointer}, align {size}")
             return
         if pattern is not None and self._neighbours(pattern, size * n):
-            whole = self.interleave(t, [self.vector(item, t) for item in items])
+            four = self.fours.get(getattr(items[0], "name", None))
+            whole = self.load_four(four[0]) if four and not self.leaving.keys() & set(four[0]) else \
+                self.interleave(t, [self.vector(item, t) for item in items])
             pointer = self.pointer(1, self._scalar_address(place, pattern[0]))
             if self.mask is None:
                 self.do(f"store <{WARP * n} x {t}> {whole}, ptr {pointer}, align {size}")

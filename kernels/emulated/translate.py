@@ -80,6 +80,7 @@ class Translator(Printing):
         variables, shapes = self._layout_variables()
         super().__init__(Lanes(self.function, self.flow, self.block, shapes), variables)
         self.divided = frozenset(self.lanes.divided)
+        self.fours = self.find_fours()
         self.block_dependent = computed_from(("%ctaid.x", "%ctaid.y", "%ctaid.z"), self.lanes.every)
         self.ends = []                              # labels at which the warp ends, not yet written
         self.resumes = []                           # labels to go on from after return 1, 2, ...
@@ -147,9 +148,10 @@ class Translator(Printing):
         pauses += [(self.flow.blocks[header], header) for header in self.flow.spins]
         live = set().union(*(self._live_after(*pause) for pause in pauses))
         for register in self.slots:
-            if register in live and self.lanes.vector(register):
-                kept[register] = self.frame_bytes
-                self.frame_bytes += max(WARP * bits_of(llvm_type(self.registers[register])) // 8, 64)
+            holder, n = self.holder(register)
+            if register in live and self.lanes.vector(register) and holder not in kept:
+                kept[holder] = self.frame_bytes
+                self.frame_bytes += max(n * bits_of(llvm_type(self.registers[register])) // 8, 64)
         self.scalars_at = self.frame_bytes
         return kept
 
@@ -243,8 +245,8 @@ class Translator(Printing):
                 self.do(f"{slot}.s = alloca {t}")
             if register in self.kept:
                 self.do(f"{slot}.v = getelementptr i8, ptr %frame, i64 {self.kept[register]}")
-            elif self.lanes.vector(register):
-                self.do(f"{slot}.v = alloca <{WARP} x {t}>, align 64")
+            elif self.lanes.vector(register) and self.holder(register)[0] == register:
+                self.do(f"{slot}.v = alloca <{self.holder(register)[1]} x {t}>, align 64")
         if self.partial:
             self.do("%turn = alloca i32")
         if self.flow.spins:
@@ -273,11 +275,11 @@ class Translator(Printing):
     def _start_undefined(self):
         """Registers that may be read before they are written start as zero. LLVM may give them any value otherwise."""
         for register in sorted(self.flow.blocks[0].live_in & self.registers.keys()):
-            t, slot = llvm_type(self.registers[register]), self.slots[register]
+            t, (holder, n) = llvm_type(self.registers[register]), self.holder(register)
             if self.lanes.scalar(register):
-                self.do(f"store {t} zeroinitializer, ptr {slot}.s")
+                self.do(f"store {t} zeroinitializer, ptr {self.slots[register]}.s")
             if self.lanes.vector(register):
-                self.do(f"store <{WARP} x {t}> zeroinitializer, ptr {slot}.v, align 64")
+                self.do(f"store <{n} x {t}> zeroinitializer, ptr {self.slots[holder]}.v, align 64")
 
     def _start_mask(self):
         """%everyone: the lanes that exist; a block's last warp may be incomplete."""
@@ -317,9 +319,10 @@ class Translator(Printing):
             none = self.compare("eq", "i32", 1, self.mask, "0")
             self.do(f"br i1 {none}, label %{self._after(index)}, label %b{index}.run")
             self.label(f"b{index}.run")
-        self.quads, self.repeats = {}, {}
+        self.quads, self.repeats, self.choices = {}, {}, {}
         self.in_loop = any(index in loop for loop in self.flow.loops.values())
         self.find_dot_chains(block.instrs)
+        self.find_joined_loads(block)
         for instr in block.instrs:
             self.instr, self.leaving = instr, self.results.leaving(instr)
             handler = getattr(self, "op_" + instr.name, None)
@@ -328,6 +331,7 @@ class Translator(Printing):
             self.note_instruction(instr)
             for register in instr.written:
                 self.quads.pop(register, None)
+                self.choices.pop(register, None)
             try:
                 handler(instr)
             except (KeyError, ValueError, IndexError, AttributeError, TypeError, StopIteration) as error:

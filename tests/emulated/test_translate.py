@@ -12,6 +12,7 @@ from kernels.emulated import native
 from kernels.emulated.ptx import Unsupported
 from kernels.emulated.translate import Target, translate
 from tests.emulated.ptx_runner import elementwise, launch, module
+from tests.emulated.test_opcodes import prmt
 
 TARGETS = pytest.mark.parametrize("target", native.TARGETS)
 LANES = np.arange(32, dtype=np.uint32)
@@ -84,6 +85,50 @@ def test_known_places_are_loaded_once(lanes, places):
     launch(ptx, (1,), (32,), out, data)
     a, b, c, d = data[LANES // lanes * 28 + np.arange(4)[:, None]]
     assert (out == (a + b) * (c ^ d) + LANES).all()
+
+
+@TARGETS
+@pytest.mark.parametrize("how", ["together", "a store between", "a place twice", "lanes at rest"])
+def test_neighbouring_words_of_scattered_rows_are_loaded_together(how, target):
+    """Rows of 9 words, a row for each lane; its words 1 .. 4 in any order."""
+    between = {"a store between": "st.shared.u32 [%rd5+12], %r1;", "a place twice": "ld.shared.u32 %r15, [%rd5+8];",
+               "lanes at rest": "setp.gt.u32 %p1, %r1, 20; mov.u32 %r9, 5; @%p1 bra END;"}.get(how, "")
+    stores = " ".join(f"mad.lo.s32 %r{20 + i}, %r1, 9, {i}; st.shared.u32 [%rd5+{4 * i}], %r{20 + i};"
+                      for i in range(9))
+    lines = f"""mul.wide.u32 %rd4, %r1, 36; mov.u64 %rd3, board; add.s64 %rd5, %rd3, %rd4; {stores}
+    ld.shared.u32 %r12, [%rd5+8]; ld.shared.u32 %r11, [%rd5+4]; {between}
+    ld.shared.u32 %r14, [%rd5+16]; ld.shared.u32 %r13, [%rd5+12]; mad.lo.s32 %r16, %r11, 3, %r12;
+    mad.lo.s32 %r17, %r13, 5, %r16; mad.lo.s32 %r9, %r14, 7, %r17; END:"""
+    got = warp(lines, variables=(board := ".shared .align 4 .b8 board[1152];"), target=target)
+    a, b, c, d = LANES * 9 + np.arange(1, 5, dtype=np.uint32)[:, None]
+    want = 3 * a + b + 5 * (LANES if how == "a store between" else c) + 7 * d
+    assert (got == np.where((how == "lanes at rest") & (LANES > 20), 5, want)).all()
+    ir = translate(module(f"{START} {lines}", ["u64", "u64"], variables=board), (32, 1, 1), target()).ir
+    assert ir.count("load <4 x i32>") == (32 if how in ("together", "a place twice") else 0)
+
+
+@TARGETS
+@pytest.mark.parametrize("how", ["copies", "with a first value", "read, too", "lanes at rest"])
+def test_copies_of_16_bytes_stay_as_they_lie(how, target):
+    """What one turn of a loop loads, the next one stores, behind a barrier."""
+    four = "{%r5, %r6, %r7, %r8}"
+    first = "mov.u32 %r5, 7; mov.u32 %r7, %r1;" if how == "with a first value" else ""
+    rest = "setp.gt.u32 %p2, %r1, 40; @%p2 bra ON;" if how == "lanes at rest" else ""
+    body = f"""{START} mul.wide.u32 %rd3, %r1, 16; add.s64 %rd4, %rd2, %rd3; add.s64 %rd5, %rd1, %rd3; mov.u32 %r2, 0;
+    {first} AGAIN: bar.sync 0; st.global.v4.u32 [%rd5], {four}; {rest} ld.global.v4.u32 {four}, [%rd4];
+    ON: add.s64 %rd4, %rd4, 1024; add.s64 %rd5, %rd5, 1024; {"add.s32 %r9, %r5, %r6;" if how == "read, too" else ""}
+    add.s32 %r2, %r2, 1; setp.lt.u32 %p1, %r2, 4; @%p1 bra AGAIN;"""
+    data = np.random.default_rng(0).integers(0, 1 << 32, (4, 64, 4), np.uint32)
+    out, want = np.full_like(data, 3), np.zeros_like(data)
+    want[1:] = data[:3]
+    if how == "with a first value":
+        want[0, :, 0], want[0, :, 2] = 7, np.arange(64)
+    if how == "lanes at rest":
+        want[:, 41:] = 0
+    launch(ptx := module(body, ["u64", "u64"]), (1,), (64,), out, data, target=target())
+    assert (out == want).all()
+    is_sorted = "shufflevector <128 x i32>" in translate(ptx, (64, 1, 1), target()).ir
+    assert is_sorted == (how != "copies")
 
 
 @TARGETS
@@ -330,6 +375,20 @@ def test_a_chain_of_dot_products_that_are_the_same_for_all_lanes(target):
     x, y, z = (data[i:i + n].view(np.int8).reshape(n, 4).astype(int) for i, n in ((0, 1), (32, 1), (64, 32)))
     same = 7 + (2 * x * y + x * x + y * y).sum(-1)
     assert (got.view(np.int32) == (same ^ data[64:].view(np.int32)) + (z * x).sum(-1)).all()
+
+
+@TARGETS
+@pytest.mark.parametrize("written_again", [False, True])
+@pytest.mark.parametrize("bytes_of", ["all lanes", "each lane"])
+def test_permutations_by_one_of_two_selectors(bytes_of, written_again, target):
+    data = np.random.default_rng(0).integers(0, 1 << 32, 64, np.uint32)
+    place = "mad.wide.u32 %rd2, %r1, 8, %rd2;" if bytes_of == "each lane" else ""
+    again = "shr.u32 %r4, %r4, 8;" if written_again else ""
+    got = warp(f"""{place} ld.global.u32 %r2, [%rd2]; ld.global.u32 %r3, [%rd2+4]; setp.lt.u32 %p1, %r1, 13;
+    selp.b32 %r4, 0x5210, 0x0E73, %p1; {again} prmt.b32 %r9, %r2, %r3, %r4;""", target=target, inputs=data)
+    a, b = data.reshape(32, 2)[LANES if bytes_of == "each lane" else 0 * LANES].T
+    selectors = np.where(LANES < 13, 0x5210, 0x0E73) >> (8 if written_again else 0)
+    assert (got == [prmt(*map(int, three)) for three in zip(a, b, selectors)]).all()
 
 
 @TARGETS
