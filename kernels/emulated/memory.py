@@ -100,11 +100,12 @@ class Memory(Special):
 
     def find_joined_loads(self, block):
         """Finds 4 loads from shared memory in a block, of a word each, that read neighbouring words by one register,
-        and each of which would be a gather. Nothing between them writes memory, so the first one loads for all. Sets
-        joined_loads: id of the first one -> all 4, in the order of their addresses; of the others -> ()."""
+        and each of which would be a gather. Nothing between them writes memory or waits for what others have written,
+        so the first one loads for all. Sets joined_loads: id of the first one -> all 4, in the order of their
+        addresses; of the others -> ()."""
         self.joined_loads, groups = {}, {}
         for instr in block.instrs if self.mask is None else ():
-            if not instr.written or instr.name == "atom":
+            if not instr.written or instr.name == "atom" or "acquire" in instr.mods:
                 groups = {}
             elif instr.name == "ld" and self._gathers_words(instr) and instr.operands[0].name not in block.live_in:
                 place = instr.operands[1]

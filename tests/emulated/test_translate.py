@@ -88,10 +88,11 @@ def test_known_places_are_loaded_once(lanes, places):
 
 
 @TARGETS
-@pytest.mark.parametrize("how", ["together", "a store between", "a place twice", "lanes at rest"])
+@pytest.mark.parametrize("how", ["together", "a store between", "an acquire between", "a place twice", "lanes at rest"])
 def test_neighbouring_words_of_scattered_rows_are_loaded_together(how, target):
     """Rows of 9 words, a row for each lane; its words 1 .. 4 in any order."""
     between = {"a store between": "st.shared.u32 [%rd5+12], %r1;", "a place twice": "ld.shared.u32 %r15, [%rd5+8];",
+               "an acquire between": "ld.acquire.gpu.global.u32 %r15, [%rd1];",
                "lanes at rest": "setp.gt.u32 %p1, %r1, 20; mov.u32 %r9, 5; @%p1 bra END;"}.get(how, "")
     stores = " ".join(f"mad.lo.s32 %r{20 + i}, %r1, 9, {i}; st.shared.u32 [%rd5+{4 * i}], %r{20 + i};"
                       for i in range(9))
