@@ -1053,7 +1053,7 @@ class Stage:
     def allocate(self, sizes: CacheSizes, n_groups: int = 1):
         """Take the memory of the cache, whose size depends on what the weights leave, and of the inputs of the decode
         steps of each group of answers."""
-        self.cache = Cache(self.card, self.config, self.model.numbers, sizes)
+        self.cache = self.card.in_one_allocation(Cache, self.config, self.model.numbers, sizes)
         if self.sampler:
             self.sampler.allocate(n_groups)
         self.batches = [self.new_batch(group) for group in range(n_groups)]
@@ -1325,7 +1325,7 @@ class PoolingStage(Stage):
     def allocate(self, sizes: CacheSizes, n_groups: int = 1):
         """See `Stage.allocate`. The host may be up to 2 n_groups passes behind with reading sums."""
         card, c, n_spans = self.card, self.config, most_spans(self.chunk, self.n_slots)
-        self.cache = Cache(card, c, self.model.numbers, sizes)
+        self.cache = card.in_one_allocation(Cache, c, self.model.numbers, sizes)
         self.group = c.n_heads // c.n_kv_heads
         n_tiles = attention.most_tiles(self.chunk, self.n_slots + len(self.streams), self.group)
         self.tiles = card.alloc((n_tiles, 3), np.int32, "tiles of packed attention")

@@ -458,6 +458,15 @@ class Card:
         finally:
             self._room = None
 
+    def in_one_allocation(self, make, *arguments):
+        """make(card, *arguments) for this card. The arrays that it allocates share an allocation (`packed`), whose
+        bytes are counted on paper before."""
+        planned = PlannedCard(self)
+        with planned.packed():
+            make(planned, *arguments)
+        with Card.packed(self, planned.packed_bytes):    # not that of a PlannedCard, which would count once more
+            return make(self, *arguments)
+
     def _take_within(self, nbytes):
         """`_take` within the limit, or from what `packed` has taken. Raises MemoryError."""
         if self._room:

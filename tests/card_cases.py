@@ -216,6 +216,34 @@ def packed_arrays_share_an_allocation(card):
 
 
 @case
+def what_is_made_in_one_allocation_is_counted_before(card):
+    """On a card as on paper, where `packed_bytes` stays that of what was counted there. An array that does not fit is
+    named."""
+    def make(card, *sizes):
+        return [card.alloc(nbytes, "int8", f"array {i}") for i, nbytes in enumerate(sizes)]
+
+    card = own_card(card)
+    granule, taken, free = card.granule, card.taken.nbytes, card.free_bytes
+    card.granule = 2 << 20                               # as in drivers, whatever card this is
+    try:
+        planned = PlannedCard(card)
+        with planned.packed():
+            make(planned, 1000)
+        for each in planned, card:
+            made = each.in_one_allocation(make, (1 << 20) + 1, 700, (1 << 20) + 300)
+            assert len(made) == 3 and len({id(array.memory.backing) for array in made}) == 1
+        assert (planned.packed_bytes, planned.free_bytes) == (1024, free - (6 << 20))
+        assert card.taken.nbytes == taken + (4 << 20)
+        with pytest.raises(OutOfMemory, match="^array 1 .*needs"):
+            card.in_one_allocation(make, 1000, 1 << 50)
+        del made
+        gc.collect()
+        assert card.taken.nbytes == taken
+    finally:
+        card.granule = granule
+
+
+@case
 def bytes_to_fill_with(card):
     x = card.zeros(4, "uint8")
     card.fill(x, 255)
