@@ -33,6 +33,8 @@ _prctl = getattr(ctypes.CDLL(None), "prctl", None) if sys.platform == "linux" el
 POLL_SECONDS, POLL_SHARE = 10e-6, 1e-3                   # pause between two queries: at least; as a share of the wait
 PR_SET_TIMERSLACK, TIMER_SLACK = 29, 1000                # Linux's option; nanoseconds that a sleep may be late
 STAGED = 128 << 10                                       # bytes: smaller pageable copies go through pinned memory
+CODE_BYTES = 32 << 20                                    # left for kernels: those of a model are 4 MB of machine code;
+                                                         # what a driver takes for them was not measured
 
 
 def open_nvidia_cards(numbers=None, cache_dir=compiler.CACHE_DIR, required=True):
@@ -204,7 +206,8 @@ class NvidiaCard(Card):
 
     @property
     def unused_bytes(self):
-        return self.call(driver.cuMemGetInfo)[0]
+        """Less CODE_BYTES: the driver loads a kernel before its first launch, when all other memory may be taken."""
+        return max(self.call(driver.cuMemGetInfo)[0] - CODE_BYTES, 0)
 
     def _take(self, nbytes):
         driver.cuCtxSetCurrent(self._context)

@@ -58,6 +58,15 @@ def test_as_every_card(fake_card, case):
     case(fake_card)
 
 
+def test_a_plan_leaves_memory_for_the_code_of_kernels(fake_card, monkeypatch):
+    """But an array gets this memory, too, if it wants it."""
+    taken = fake_driver.TOTAL - fake_driver.cuMemGetInfo()[1]
+    monkeypatch.setattr(fake_driver, "TOTAL", taken + nvidia.CODE_BYTES + 1024)
+    assert fake_card.free_bytes == 1024
+    array = fake_card.alloc(2048, np.uint8)
+    assert len(array) == 2048 and fake_card.free_bytes == 0
+
+
 def test_description(fake_card):
     assert fake_card.describe() == "Fake Card, sm_86, 68 SMs, 4.0 GB"
 
