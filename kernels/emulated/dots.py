@@ -127,9 +127,9 @@ class Dots(Conversions):
                     pairs.remove(pair)
         return quads, pairs
 
-    def note_quad(self, instr, whole):
+    def note_quad(self, registers, whole):
         """Remembers that the registers of a 16-byte load are every fourth word of `whole`."""
-        for i, register in enumerate(instr.operands[0].items):
+        for i, register in enumerate(registers):
             self.quads[register.name] = (whole, i)
 
     def _every_fourth(self, operand):

@@ -110,7 +110,7 @@ class Memory(Special):
             elif instr.name == "ld" and self._gathers_words(instr) and instr.operands[0].name not in block.live_in:
                 place = instr.operands[1]
                 group = groups.setdefault((place.base.name, instr.mods), {})
-                group[place.offset] = instr
+                group.setdefault(place.offset, instr)      # of two loads of one place the first one counts
                 for first in range(place.offset - 12, place.offset + 4, 4):
                     row = [group.get(first + 4 * i) for i in range(4)]
                     if all(row):
@@ -155,7 +155,7 @@ class Memory(Special):
             return
         runs = pattern and find_runs(pattern, SIZES[kind], n)
         if pattern is not None and self._neighbours(pattern, SIZES[kind] * n):
-            whole = self._load_neighbours(instr, t, SIZES[kind], n, place, pattern[0])
+            whole = self._load_neighbours(registers, t, SIZES[kind], n, place, pattern[0])
             if registers[0].name in self.fours:
                 return self.store_four(self.fours[registers[0].name][0], whole)
             values = self.deinterleave(t, whole, n)
@@ -279,14 +279,14 @@ class Memory(Special):
     def _neighbours(self, pattern, size):
         return all(p - pattern[0] == size * lane for lane, p in enumerate(pattern))
 
-    def _load_neighbours(self, instr, t, size, n, place, first):
+    def _load_neighbours(self, registers, t, size, n, place, first):
         """Loads 32 * n elements in a row, n for each lane. `first`: the offset of lane 0's elements."""
         pointer, whole = self.pointer(1, self._scalar_address(place, first)), f"<{WARP * n} x {t}>"
         self._fetch_ahead(place, pointer, WARP * n * size)
         if self.mask is None:
             loaded = self.let(f"load {whole}, ptr {pointer}, align {size}")
             if n == 4 and t == "i32":
-                self.note_quad(instr, loaded)
+                self.note_quad(registers, loaded)
         else:
             loaded = self.call(f"llvm.masked.load.{suffix(t, WARP * n)}.p0", whole, ("ptr", pointer),
                                ("i32", str(size)),

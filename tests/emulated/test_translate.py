@@ -97,8 +97,8 @@ def test_neighbouring_words_of_scattered_rows_are_loaded_together(how, target):
     stores = " ".join(f"mad.lo.s32 %r{20 + i}, %r1, 9, {i}; st.shared.u32 [%rd5+{4 * i}], %r{20 + i};"
                       for i in range(9))
     lines = f"""mul.wide.u32 %rd4, %r1, 36; mov.u64 %rd3, board; add.s64 %rd5, %rd3, %rd4; {stores}
-    ld.shared.u32 %r12, [%rd5+8]; ld.shared.u32 %r11, [%rd5+4]; {between}
-    ld.shared.u32 %r14, [%rd5+16]; ld.shared.u32 %r13, [%rd5+12]; mad.lo.s32 %r16, %r11, 3, %r12;
+    ld.shared.u32 %r12, [%rd5+8]; ld.shared.u32 %r11, [%rd5+4]; mov.u32 %r10, %r11; {between}
+    ld.shared.u32 %r14, [%rd5+16]; ld.shared.u32 %r13, [%rd5+12]; mad.lo.s32 %r16, %r10, 3, %r12;
     mad.lo.s32 %r17, %r13, 5, %r16; mad.lo.s32 %r9, %r14, 7, %r17; END:"""
     got = warp(lines, variables=(board := ".shared .align 4 .b8 board[1152];"), target=target)
     a, b, c, d = LANES * 9 + np.arange(1, 5, dtype=np.uint32)[:, None]
@@ -106,6 +106,21 @@ def test_neighbouring_words_of_scattered_rows_are_loaded_together(how, target):
     assert (got == np.where((how == "lanes at rest") & (LANES > 20), 5, want)).all()
     ir = translate(module(f"{START} {lines}", ["u64", "u64"], variables=board), (32, 1, 1), target()).ir
     assert ir.count("load <4 x i32>") == (32 if how in ("together", "a place twice") else 0)
+
+
+@TARGETS
+@pytest.mark.parametrize("pitch", [2, 4])
+def test_neighbouring_words_of_rows_without_holes(pitch, target):
+    """Each lane loads 4 words, from the beginning of its row on. Rows have `pitch` words. Word number i holds i."""
+    stores = " ".join(f"mad.lo.s32 %r{20 + i}, %r1, 4, {i}; st.shared.u32 [%rd5+{4 * i}], %r{20 + i};"
+                      for i in range(4))
+    got = warp(f"""mul.wide.u32 %rd4, %r1, 16; mov.u64 %rd3, board; add.s64 %rd5, %rd3, %rd4; {stores} bar.sync 0;
+    mul.wide.u32 %rd6, %r1, {4 * pitch}; add.s64 %rd7, %rd3, %rd6; ld.shared.u32 %r11, [%rd7]; mul.lo.s32 %r15, %r11, 3;
+    ld.shared.u32 %r13, [%rd7+8]; ld.shared.u32 %r12, [%rd7+4]; ld.shared.u32 %r14, [%rd7+12];
+    mad.lo.s32 %r16, %r12, 5, %r15; mad.lo.s32 %r17, %r13, 7, %r16; mad.lo.s32 %r9, %r14, 11, %r17;""",
+               variables=".shared .align 4 .b8 board[512];", target=target)
+    a, b, c, d = LANES * pitch + np.arange(4, dtype=np.uint32)[:, None]
+    assert (got == 3 * a + 5 * b + 7 * c + 11 * d).all()
 
 
 @TARGETS
