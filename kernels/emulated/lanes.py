@@ -194,7 +194,7 @@ def shift_right(a, by, bits, signed):
     positive = a.bound is not None and a.bound <= 1 << (bits - 1)
     if positive and a.bound <= 1 << k:
         return constant(0)
-    if not (a.uniform or a.disjoint):
+    if not a.uniform and not (a.disjoint and max(a.pattern) < 1 << (bits - signed)):    # a pattern of 16 bits may wrap
         return VARYING
     bound = ((a.bound - 1) >> k) + 1 if a.bound is not None and (positive or not signed) else None
     if a.const is not None and signed and a.const >> (bits - 1):

@@ -408,6 +408,17 @@ def test_permutations_by_one_of_two_selectors(bytes_of, written_again, target):
 
 
 @TARGETS
+@pytest.mark.parametrize("kind", [np.uint16, np.int16])
+@pytest.mark.parametrize("line, value", [
+    ("mul.lo.s16 %h2, %h1, 2048;", LANES << 11), ("mul.lo.s16 %h2, %h1, 4096;", LANES << 12),
+    ("mul.lo.s16 %h3, %h1, -1; add.s16 %h4, %h3, 1; and.b16 %h2, %h4, 0x8000;", 1 - LANES & 0x8000)])
+def test_shifts_of_16_bits_with_a_sign_or_a_carry_by_lane(line, value, kind, target):
+    got = warp(f"""cvt.u16.u32 %h1, %r1; {line} shr.{"us"[kind is np.int16]}16 %h5, %h2, 8;
+    cvt.u32.u16 %r9, %h5;""", target=target)
+    assert (got == (value.astype(np.uint16).view(kind) >> kind(8)).view(np.uint16)).all()
+
+
+@TARGETS
 @pytest.mark.parametrize("kind, widen", [("u8", "cvt.u32.u16"), ("s8", "cvt.s32.s16"), ("u16", "cvt.u32.u16"),
                                          ("s16", "cvt.s32.s16"), ("u32", "")])
 def test_values_that_lanes_share(kind, widen, target):
