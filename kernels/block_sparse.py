@@ -439,8 +439,8 @@ def choose_pages(card, chooser, q, heads, pages, places, rows, start, *, rule=No
     """Returns chooser.kept, with the pages that each page of queries reads; chooser.counts grows. The rows are
     consecutive tokens of one slot, the first one at position `start`, a multiple of 64. start None: they read every
     page, so there is nothing to choose; returns None. q float16 [rows, heads, head_dim] as `norm_rope_q` makes it;
-    heads: a kernels/rope.py Heads. For pages of few bits: piece, a kernels/kv_expand.py Piece, of whole 32 pages or of
-    all. rule: by default RULE. Writes chooser and piece, never allocates."""
+    heads: a kernels/rope.py Heads. For pages of few bits: piece, a kernels/kv_expand.py Piece. It has a multiple of 32
+    pages, or all pages of a sequence. rule: by default RULE. Writes chooser and piece, never allocates."""
     if start is None:
         return None
     rule, expanded = rule or RULE, pages.format.expands

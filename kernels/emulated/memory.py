@@ -358,8 +358,7 @@ class Memory(Special):
             return
         if pattern is not None and self._neighbours(pattern, size * n):
             four = self.fours.get(getattr(items[0], "name", None))
-            whole = self.load_four(four[0]) if four and not self.leaving.keys() & set(four[0]) else \
-                self.interleave(t, [self.vector(item, t) for item in items])
+            whole = self.load_four(four[0]) if four else self.interleave(t, [self.vector(item, t) for item in items])
             pointer = self.pointer(1, self._scalar_address(place, pattern[0]))
             if self.mask is None:
                 self.do(f"store <{WARP * n} x {t}> {whole}, ptr {pointer}, align {size}")
