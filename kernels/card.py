@@ -464,7 +464,7 @@ class Card:
         planned = PlannedCard(self)
         with planned.packed():
             make(planned, *arguments)
-        with Card.packed(self, planned.packed_bytes):    # not that of a PlannedCard, which would count once more
+        with self.packed(planned.packed_bytes):
             return make(self, *arguments)
 
     def _take_within(self, nbytes):
@@ -818,6 +818,7 @@ class PlannedCard(Card):
         self.default_stream = self.stream()
         self._free, self._end = card.free_bytes, ALIGNMENT
         self._small = 0                                  # bytes left of the granule that small arrays share
+        self.packed_bytes = 0                            # see `packed`
 
     def __getattr__(self, name):
         return getattr(self.__dict__["card"], name)
@@ -844,6 +845,14 @@ class PlannedCard(Card):
         finally:
             self.granule, self.packed_bytes = granule, free - self._free
             self._free -= -self.packed_bytes % granule
+
+    def in_one_allocation(self, make, *arguments):
+        """Counts in one go what a card counts first and then takes. `packed_bytes` stays as `packed` has left it."""
+        before = self.packed_bytes
+        with self.packed():
+            made = make(self, *arguments)
+        self.packed_bytes = before
+        return made
 
     def _take(self, nbytes):
         if nbytes < self.granule // 2:                   # as in drivers, small allocations share a granule
