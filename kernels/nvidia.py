@@ -33,8 +33,8 @@ _prctl = getattr(ctypes.CDLL(None), "prctl", None) if sys.platform == "linux" el
 POLL_SECONDS, POLL_SHARE = 10e-6, 1e-3                   # pause between two queries: at least; as a share of the wait
 PR_SET_TIMERSLACK, TIMER_SLACK = 29, 1000                # Linux's option; nanoseconds that a sleep may be late
 STAGED = 128 << 10                                       # bytes: smaller pageable copies go through pinned memory
-CODE_BYTES = 32 << 20                                    # left for kernels: those of a model are 4 MB of machine code;
-                                                         # what a driver takes for them was not measured
+CODE_BYTES = 32 << 20                                    # left to the driver for machine code of kernels
+                                                         # (benchmarks/results.md, section kv_formats)
 
 
 def open_nvidia_cards(numbers=None, cache_dir=compiler.CACHE_DIR, required=True):

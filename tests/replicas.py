@@ -45,7 +45,7 @@ def nodes(*cpus):
     from ray.cluster_utils import Cluster
     one = Cluster()
     try:
-        each = [one.add_node(num_cpus=n, object_store_memory=100 << 20, include_dashboard=False) for n in cpus]
+        each = [add_node(one, n) for n in cpus]
         cluster.join(one.address)
         yield one, each
     finally:
@@ -56,16 +56,19 @@ def nodes(*cpus):
         gc.collect()
 
 
+def add_node(ray_cluster, n_cpus):
+    return ray_cluster.add_node(num_cpus=n_cpus, object_store_memory=100 << 20, include_dashboard=False)
+
+
 def replace_second(ray_cluster, each):
     """Kills the raylet of the second node, and all that runs there with it, and adds another node."""
     ray_cluster.remove_node(each[1], allow_graceful=False)
-    each[1] = ray_cluster.add_node(num_cpus=16, object_store_memory=100 << 20)
+    each[1] = add_node(ray_cluster, 16)
 
 
 def revive_second(ray_cluster, each):
-    """Adds another node if the second one has died by itself. One has been seen to, a second after its start. It wrote
-    nothing, as after SIGKILL, or SIGPIPE, which Ray does not ignore. Who sent that is not known, so a warning tells of
-    the next one."""
+    """Adds another node if the second one has died by itself. One node did so, a second after its start. It wrote
+    nothing, as after SIGKILL or SIGPIPE. Nobody knows who sent such a signal, so a warning tells of the next case."""
     raylet, = each[1].all_processes["raylet"]
     if (code := raylet.process.poll()) is not None:
         warnings.warn(f"a raylet of Ray has died by itself, with exit code {code}")

@@ -102,12 +102,16 @@ def test_pages_of_262_144_tokens(model, kv, gigabytes):
     assert 0.8 * gigabytes * 1e9 < 4096 * stage.page_bytes <= gigabytes * 1e9
 
 
-def longest_context(model, kv, gb):
-    """On a card of this memory whose driver gives it in pages of 2 MiB."""
+def driver_card(gb=16):
+    """A card of so many GB, whose driver gives memory in pages of 2 MiB."""
     card = EmulatedCard(memory_bytes=int(gb * 2**30))
     card.granule = 2 << 20
+    return card
+
+
+def longest_context(model, kv, card, **options):
     opened = qengine.open_model(f"synthetic:{model}").keeping(kv)
-    return qengine.make_planner(opened, [card], opened.demand(ctx=1024)).longest_context()
+    return qengine.make_planner(opened, [card], opened.demand(ctx=1024, **options)).longest_context()
 
 
 @pytest.mark.parametrize("gb, formats", [(16, KV_FORMATS), (15.5, ("float16", "q8+3", "q3")),
@@ -115,11 +119,11 @@ def longest_context(model, kv, gb):
 def test_contexts_that_fit(gb, formats):
     """As benchmarks/results.md has them."""
     for kv in formats:
-        assert longest_context("27b:q4_k", kv, gb) == figure("kv-fits", f"{gb} GB", kv), kv
+        assert longest_context("27b:q4_k", kv, driver_card(gb)) == figure("kv-fits", f"{gb} GB", kv), kv
 
 
 def test_all_of_a_context_of_a_9b_fits_into_16_gb():
-    assert longest_context("9b", "q8+3", 16) == 262_144
+    assert longest_context("9b", "q8+3", driver_card()) == 262_144
 
 
 PICTURES = {"any picture": None, "64 to 2,048 tokens": (64, 2048), "64 to 1,024 tokens": (64, 1024)}
@@ -128,15 +132,12 @@ PICTURES = {"any picture": None, "64 to 2,048 tokens": (64, 2048), "64 to 1,024 
 @pytest.mark.parametrize("pictures", PICTURES)
 def test_contexts_and_eyes_that_fit_into_16_gb(pictures):
     """As benchmarks/results.md has them; and what the eyes take, with the longest context in q8+3."""
-    card = EmulatedCard(memory_bytes=16 << 30)
-    card.granule = 2 << 20
+    card, options = driver_card(), {"mmproj": "synthetic", "image_tokens": PICTURES[pictures]}
     for kv in "float16", "q8+3", "q3":
-        opened = qengine.open_model("synthetic:27b:q4_k").keeping(kv)
-        demand = opened.demand(ctx=1024, mmproj="synthetic", image_tokens=PICTURES[pictures])
-        longest = qengine.make_planner(opened, [card], demand).longest_context()
-        assert longest == figure("kv-fits-eyes", pictures, kv)
+        assert longest_context("27b:q4_k", kv, card, **options) == figure("kv-fits-eyes", pictures, kv)
+    opened = qengine.open_model("synthetic:27b:q4_k")
     n_ctx, paper, taken = int(figure("kv-fits-eyes", pictures, "q8+3")), PlannedCard(card), collections.Counter()
-    sight = demand.eyes.load(paper, opened.config.hidden_dim, n_ctx)
+    sight = opened.demand(ctx=1024, **options).eyes.load(paper, opened.config.hidden_dim, n_ctx)
     sight.allocate(paper, chunk=512)
     for n_bytes, name in paper.allocations.values():
         taken["weights" if name.startswith(("v.", "mm.")) else "rows" if "rows" in name else "work"] += n_bytes / 2**20

@@ -77,7 +77,7 @@ class Memory(Special):
             names = self._whole_names(instr)
             if names:
                 (loaded if instr.name == "ld" else stored).add(names)
-            elif instr.name != "mov" or instr.guard:
+            elif instr.name != "mov":
                 others.update(instr.written)
             others.update(r for r in instr.reads if r not in (names or ()))
         n_fours = Counter(r for four in loaded | stored for r in four)
@@ -86,8 +86,8 @@ class Memory(Special):
 
     def _whole_names(self, instr):
         """The 4 registers of an instruction that loads or stores 16 neighbouring bytes for each lane."""
-        if instr.name not in ("ld", "st") or "v4" not in instr.mods or SIZES.get(instr.mods[-1]) != 4 or instr.guard \
-                or {type(o) for o in instr.operands} != {Mem, Pack}:
+        if instr.name not in ("ld", "st") or "v4" not in instr.mods or SIZES.get(instr.mods[-1]) != 4 or \
+                {type(o) for o in instr.operands} != {Mem, Pack}:
             return None
         place, pack = sorted(instr.operands, key=lambda o: isinstance(o, Pack))
         names, pattern = tuple(getattr(item, "name", None) for item in pack.items), self._pattern(place)
