@@ -13,5 +13,8 @@ class Clock:
     def monotonic(self):
         return time.monotonic() + self.ahead
 
+    def perf_counter(self):
+        return time.perf_counter() + self.ahead
+
     def time(self):
         return time.time() + self.ahead

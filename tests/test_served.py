@@ -11,6 +11,7 @@ from flask.testing import FlaskClient
 from prometheus_client.parser import text_string_to_metric_families
 
 from api import openapi
+from api import service as service_api
 from api.service import create_app
 from engine import served
 from engine.durations import read_seconds
@@ -220,14 +221,19 @@ def test_nobody_else_waits_for_a_load(machine):
     assert said == [200] * 5 and one.log == ["load slow"]
 
 
-def test_a_request_that_waits_for_a_load_sees_its_deadline(machine):
-    one = machine("slow")
+def test_a_request_that_waits_for_a_load_sees_its_deadline(machine, monkeypatch):
+    one, clock, said = machine("slow"), Clock(monkeypatch, service_api), []
     one.may_load.clear()                                    # for longer than a request could wait
-    assert one.ask("slow", timeout=0.2).status_code == 504
+    thread = threading.Thread(target=lambda: said.append(one.ask("slow", timeout=PATIENCE)))
+    thread.start()
+    wait_until(lambda: one.log == ["load slow"])
+    clock.ahead = PATIENCE
+    thread.join(PATIENCE)
+    assert said[0].status_code == 504
     assert one.models.first.n_awaiting == 0 and not one.app.extensions["qengine"].n_entering
     one.may_load.set()
     wait_until(lambda: one.loaded == ["slow"])            # the next request finds it
-    assert one.ask("slow", timeout=PATIENCE).status_code == 200 and one.log == ["load slow"]
+    assert one.ask("slow").status_code == 200 and one.log == ["load slow"]
 
 
 def test_a_client_that_leaves_while_its_model_is_loaded(machine):
