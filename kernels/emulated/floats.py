@@ -5,7 +5,10 @@ that it does not know, and describes the computation once, for width w (a scalar
 `lift` chooses the width.
 """
 
+import math
 import struct
+
+import numpy as np
 
 from .emit import WARP, Operands, bits_of, const, llvm_type, suffix, ty
 
@@ -21,10 +24,26 @@ def only(instr, *allowed):
             raise instr.unsupported(f"modifier `.{mod}`")
 
 
+def float32_holds(mask, ones, k):
+    """Whether float32 holds a * b + c for each half b, if a = ones | (x & mask) and c is b * k, rounded to half. mask,
+    ones and k are the bits of halves.
+
+    Let u be the unit of b's last place, so |b| < 2^11 u. The exponent of a is known, and so is the unit s of the last
+    place of a: a b is a multiple of s u. Since |k| >= 1, c is a multiple of u, and |c| < 2 |k b|. So the sum is a
+    multiple of min(s, 1) u, and less than 2^11 (|a| + 2 |k|) u. If that is below 2^24 multiples, float32 holds it. If c
+    is infinite or not a number, the sum is c or not a number."""
+    exponent, last = ones >> 10, (mask | ones | 1 << 10) & 0x7FF
+    if not 0 < exponent < 31 or mask & ~ones & 0xFC00:
+        return False
+    s = min(2.0 ** (exponent - 25) * (last & -last), 1.0)
+    k = abs(float(np.uint16(k).view(np.float16)))
+    return 1 <= k < math.inf and 2 ** 11 * (2.0 ** (exponent - 14) + 2 * k) <= 2 ** 24 * s
+
+
 class Floats(Operands):
     """fma, quotients, roots, approximations and the like."""
 
-    def floating(self, instr, operands, compute):
+    def floating(self, instr, operands, compute, in_line=False):
         """Writes compute(t, w, mods, *values). It computes f32 and f64 in their own type, f16 as f32 with one
         rounding to half, and f16x2 likewise for each half. What the processor does on halves it does in line.
 
@@ -42,7 +61,7 @@ class Floats(Operands):
         elif kind in ("f16", "f16x2"):
             t, emit = ("half", self._half) if kind == "f16" else ("i32", self._half2)
             name, typed = ".".join([instr.name, *instr.mods]), [(o, t) for o in operands]
-            if self._has_halves(mods):
+            if in_line or self._has_halves(mods):
                 return self.lift(instr, t, typed, lambda w, *a: emit(w, mods, compute, a))
             self.lift(instr, t, typed, lambda w, *a: self.outlined(
                 f"{name}.{w}", ty(t, w), lambda *v: emit(w, mods, compute, v), *((ty(t, w), v) for v in a)))
@@ -142,9 +161,44 @@ class Floats(Operands):
 
     def op_fma(self, instr):
         only(instr, "rn", *DIRECTED, "sat", "ftz")
-        fma = self._operation("fma")
+        fma, is_short = self._operation("fma"), id(instr) in self.short_sums
         self.floating(instr, instr.operands[1:], lambda t, w, mods, *values:
-                      self._odd_fma(w, *values) if "half" in mods else fma(t, w, mods, *values))
+                      self._odd_fma(w, *values) if "half" in mods and not is_short else fma(t, w, mods, *values),
+                      in_line=is_short)
+
+    def find_short_sums(self, instrs):
+        """Finds each `fma.rn.f16x2` of a block whose sums a * b + c float32 holds: rounding them to half is the only
+        rounding. It looks for the way in which kernels make halves of codes, with constants ones, mask and k:
+
+            a = ones | (x & mask)       c = b * k, rounded to half
+
+        Sets short_sums: their ids."""
+        self.short_sums, made = set(), {}       # made: register -> (place, instruction) that wrote it last
+        for place, instr in enumerate(instrs):
+            if instr.name == "fma" and instr.mods == ("rn", "f16x2") and self._is_short(made, *instr.operands[1:]):
+                self.short_sums.add(id(instr))
+            made |= dict.fromkeys(instr.written, (place, instr))
+
+    def _is_short(self, made, a, b, c):
+        """made: as above, at the place of the fma."""
+        def maker(operand, end=math.inf):
+            """(place, name and modifiers, operands) of what wrote an operand last, if that was before `end`."""
+            place, instr = made.get(getattr(operand, "name", None), (-1, None))
+            return (place, (instr.name, *instr.mods), instr.operands) if instr and place < end else (-1, (), ())
+
+        joined_at, join, joined = maker(a)
+        product_at, multiply, product = maker(c)
+        if join != ("or", "b32") or multiply != ("mul", "rn", "f16x2") or product[1] != b or maker(b)[0] > product_at:
+            return False
+        _, choose, chosen = maker(joined[1], joined_at)
+        words = [self._constant(one[2]) for one in (chosen, joined, product)] if choose == ("and", "b32") else [None]
+        return None not in words and all(
+            float32_holds(*(word >> shift & 0xFFFF for word in words)) for shift in (0, 16))
+
+    def _constant(self, operand):
+        """A word that all lanes have and that is known; None if there is none."""
+        shape = self.lanes.of(operand, 32)
+        return shape.const if shape.uniform else None
 
     def _odd_fma(self, w, a, b, c):
         """a * b + c of halves in float32, rounded to odd: the exact sum if float32 holds it, else that of its two

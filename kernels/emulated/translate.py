@@ -323,6 +323,7 @@ class Translator(Printing):
         self.in_loop = any(index in loop for loop in self.flow.loops.values())
         self.find_dot_chains(block.instrs)
         self.find_joined_loads(block)
+        self.find_short_sums(block.instrs)
         for instr in block.instrs:
             self.instr, self.leaving = instr, self.results.leaving(instr)
             handler = getattr(self, "op_" + instr.name, None)

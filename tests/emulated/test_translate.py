@@ -1,5 +1,6 @@
 """What the opcode tests do not reach: memory, lanes, control flow, barriers, calls; what is refused; other machines."""
 
+import math
 import re
 import shutil
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 from kernels.emulated import native
 from kernels.emulated.ptx import Unsupported
 from kernels.emulated.translate import Target, translate
+from tests.emulated.arithmetic import half2, half_fma, halves
 from tests.emulated.ptx_runner import elementwise, launch, module
 from tests.emulated.test_opcodes import prmt
 
@@ -405,6 +407,66 @@ def test_permutations_by_one_of_two_selectors(bytes_of, written_again, target):
     a, b = data.reshape(32, 2)[LANES if bytes_of == "each lane" else 0 * LANES].T
     selectors = np.where(LANES < 13, 0x5210, 0x0E73) >> (8 if written_again else 0)
     assert (got == [prmt(*map(int, three)) for three in zip(a, b, selectors)]).all()
+
+
+CODES = 0x03C003C0, 0x3C003C00, -1.46875          # mask, ones, k: kernels/kv_formats.py with 4 bits
+
+
+def sum_of_codes(mask, ones, k, behind_mask="", behind_a="", behind_c=""):
+    """Lines of a * b + c with a = ones | (%in0 & mask), b = %in1, c = b * k. %r3 is %in0 & mask, %r4 is a, %r6 is c."""
+    k = int(np.float16(k).view(np.uint16)) * 0x10001
+    return f"""and.b32 %r3, %in0, {mask}; {behind_mask} or.b32 %r4, %r3, {ones}; {behind_a} mov.b32 %r5, {k};
+    mul.rn.f16x2 %r6, %in1, %r5; {behind_c} fma.rn.f16x2 %out, %r4, %in1, %r6;"""
+
+
+def calls_fma(lines, target):
+    """Whether a call computes the sum, which rounds to odd first."""
+    lines = re.sub(r"%in(\d)", r"%r1\1", lines).replace("%out", "%r9")
+    ptx = module(f"{START} ld.global.v2.u32 {{%r10, %r11}}, [%rd2]; ld.global.u32 %r12, [%rd2+8]; {lines} "
+                 "st.global.u32 [%rd1], %r9;", ["u64", "u64"])
+    return "@fma.rn.f16x2" in translate(ptx, (32, 1, 1), target).ir
+
+
+@TARGETS
+@pytest.mark.parametrize("is_short, mask, ones, k", [
+    (True, *CODES), (True, 0x03800380, 0x3C003C00, -1.4375), (True, 0, 0x42004200, 1),
+    (True, 0x03FF03FF, 0x3C003C00, 3), (True, 0x03C00380, 0x3C004000, 2.5), (True, 0x03FE03FE, 0x34003400, -1),
+    (False, 0x03C003C0, 0x3C003C00, 0.999),
+    (False, 0x03FF03FF, 0x3C003C00, -3.002), (False, 0x07C007C0, 0x38003800, 2), (False, 0x03C003C0, 0x3C00BC00, 2),
+    (False, 0x03FF03C0, 0x3C003C00, 99), (False, 0x03C003C0, 0x00400040, 2), (False, 0x02000200, 0x04000400, -65504),
+    (False, *CODES[:2], math.inf)])
+def test_sums_that_float32_holds_are_rounded_once(is_short, mask, ones, k, target):
+    """With every half as b."""
+    lines, b, target = sum_of_codes(mask, ones, k), np.arange(1 << 16, dtype=np.uint16), target()
+    assert calls_fma(lines, target) == (not is_short and not target.fp16)
+    for seed in range(4):
+        x = np.random.default_rng(seed).integers(0, 1 << 32, len(b), np.uint32)
+        words = np.stack([b, b[::-1]], axis=1).view(np.uint32).reshape(-1)
+        got = elementwise(lines, ("f16x2",) * 2, "f16x2", [x, words], False, target)
+        with np.errstate(all="ignore"):
+            c = half2(halves(words) * np.float16(k))
+            expected = halves(half_fma(x & np.uint32(mask) | np.uint32(ones), words, c))
+        assert np.array_equal(halves(got), expected, equal_nan=True)
+
+
+@TARGETS
+@pytest.mark.parametrize("again", [
+    {}, {"behind_mask": "mov.b32 %r3, %in2;"}, {"behind_mask": "or.b32 %r3, %in2, 0x02000200;"},
+    {"behind_a": "mov.b32 %r4, %in2;"}, {"behind_a": "and.b32 %r3, %in2, 0x02000200;"},
+    {"behind_a": "add.s32 %r4, %r3, 0x3C003C00;"}, {"behind_c": "mov.b32 %in1, %in2;"},
+    {"behind_c": "mov.b32 %r6, %in2;"}, {"behind_c": "mul.rn.f16x2 %r6, %in2, %r5;"},
+    {"behind_c": "add.rn.f16x2 %r6, %in1, %r5;"}])
+def test_sums_of_registers_that_are_written_again(again, target):
+    """Half 0 is 29/16 b + 1 with 29/16 b = 2^-11 + 2^-25. Rounded to float32 first, it would be rounded to 1."""
+    lines, target = sum_of_codes(*CODES, **again), target()
+    assert calls_fma(lines, target) == bool(again and not target.fp16)
+    if again == {"behind_c": "mov.b32 %in1, %in2;"}:
+        halves_of_one = -np.linspace(0.5, 1, 1025, dtype=np.float16)
+        first = halves_of_one[halves_of_one * np.float16(CODES[2]) == 1][0]
+        x, b, y = (np.full(32, n, np.uint32) for n in (0x340, first.view(np.uint16),
+                                                       np.float16(565 * 2 ** -21).view(np.uint16)))
+        got = elementwise(lines, ("f16x2",) * 3, "f16x2", [x, b, y], False, target)
+        assert (halves(got)[:, 0] == 1 + 2.0 ** -10).all()
 
 
 @TARGETS
