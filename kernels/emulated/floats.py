@@ -43,9 +43,10 @@ def float32_holds(mask, ones, k):
 class Floats(Operands):
     """fma, quotients, roots, approximations and the like."""
 
-    def floating(self, instr, operands, compute, in_line=False):
+    def floating(self, instr, operands, compute):
         """Writes compute(t, w, mods, *values). It computes f32 and f64 in their own type, f16 as f32 with one
-        rounding to half, and f16x2 likewise for each half. What the processor does on halves it does in line.
+        rounding to half, and f16x2 likewise for each half. What the processor does on halves it does in line, and short
+        sums (`find_short_sums`).
 
         Other operations on halves are calls of functions. In line they would make the machine code faster and its
         translation much slower (benchmarks/results.md).
@@ -61,7 +62,7 @@ class Floats(Operands):
         elif kind in ("f16", "f16x2"):
             t, emit = ("half", self._half) if kind == "f16" else ("i32", self._half2)
             name, typed = ".".join([instr.name, *instr.mods]), [(o, t) for o in operands]
-            if in_line or self._has_halves(mods):
+            if id(instr) in self.in_line or self._has_halves(mods):
                 return self.lift(instr, t, typed, lambda w, *a: emit(w, mods, compute, a))
             self.lift(instr, t, typed, lambda w, *a: self.outlined(
                 f"{name}.{w}", ty(t, w), lambda *v: emit(w, mods, compute, v), *((ty(t, w), v) for v in a)))
@@ -161,10 +162,9 @@ class Floats(Operands):
 
     def op_fma(self, instr):
         only(instr, "rn", *DIRECTED, "sat", "ftz")
-        fma, is_short = self._operation("fma"), id(instr) in self.short_sums
+        fma, is_short = self._operation("fma"), id(instr) in self.in_line
         self.floating(instr, instr.operands[1:], lambda t, w, mods, *values:
-                      self._odd_fma(w, *values) if "half" in mods and not is_short else fma(t, w, mods, *values),
-                      in_line=is_short)
+                      self._odd_fma(w, *values) if "half" in mods and not is_short else fma(t, w, mods, *values))
 
     def find_short_sums(self, instrs):
         """Finds each `fma.rn.f16x2` of a block whose sums a * b + c float32 holds: rounding them to half is the only
@@ -172,28 +172,31 @@ class Floats(Operands):
 
             a = ones | (x & mask)       c = b * k, rounded to half
 
-        Sets short_sums: their ids."""
-        self.short_sums, made = set(), {}       # made: register -> (place, instruction) that wrote it last
+        Sets in_line: the ids of these sums and products."""
+        self.in_line, made = set(), {}       # made: register -> (place, instruction) that wrote it last
         for place, instr in enumerate(instrs):
-            if instr.name == "fma" and instr.mods == ("rn", "f16x2") and self._is_short(made, *instr.operands[1:]):
-                self.short_sums.add(id(instr))
+            if instr.name == "fma" and instr.mods == ("rn", "f16x2"):
+                product = self._short_product(made, *instr.operands[1:])
+                self.in_line |= {id(product), id(instr)} if product else set()
             made |= dict.fromkeys(instr.written, (place, instr))
 
-    def _is_short(self, made, a, b, c):
-        """made: as above, at the place of the fma."""
-        def maker(operand, end=math.inf):
-            """(place, name and modifiers, operands) of what wrote an operand last, if that was before `end`."""
+    def _short_product(self, made, a, b, c):
+        """The instruction that has made c, if a * b + c is short. made: as above, at the place of the fma."""
+        def maker(operand, *words, end=math.inf):
+            """(place, instruction) that wrote an operand last, if that was before `end` and in these words."""
             place, instr = made.get(getattr(operand, "name", None), (-1, None))
-            return (place, (instr.name, *instr.mods), instr.operands) if instr and place < end else (-1, (), ())
+            is_meant = instr and place < end and words in ((), (instr.name, *instr.mods))
+            return (place, instr) if is_meant else (-1, None)
 
-        joined_at, join, joined = maker(a)
-        product_at, multiply, product = maker(c)
-        if join != ("or", "b32") or multiply != ("mul", "rn", "f16x2") or product[1] != b or maker(b)[0] > product_at:
-            return False
-        _, choose, chosen = maker(joined[1], joined_at)
-        words = [self._constant(one[2]) for one in (chosen, joined, product)] if choose == ("and", "b32") else [None]
-        return None not in words and all(
+        joined_at, joined = maker(a, "or", "b32")
+        product_at, product = maker(c, "mul", "rn", "f16x2")
+        if not joined or not product or product.operands[1] != b or maker(b)[0] > product_at:
+            return None
+        _, chosen = maker(joined.operands[1], "and", "b32", end=joined_at)
+        words = [self._constant(each.operands[2]) for each in (chosen, joined, product) if each]
+        holds = chosen and None not in words and all(
             float32_holds(*(word >> shift & 0xFFFF for word in words)) for shift in (0, 16))
+        return product if holds else None
 
     def _constant(self, operand):
         """A word that all lanes have and that is known; None if there is none."""
