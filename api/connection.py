@@ -64,22 +64,23 @@ class Connection(waitress.channel.HTTPChannel):
     """A client's connection. Its methods are called by the thread that polls, except where they say otherwise.
 
     began: when its current request began or, between two requests, when the last answer was written (time.monotonic).
-    is_idle: it is between two requests. has_left: the client sends nothing more. is_refused: what the client sends is
-    no request; it is told so and not read further. lingers_until: see `linger`. secure: the socket of an encrypted
-    connection.
+    is_heard: the poll has been told to look at it. is_idle: it is between two requests. has_left: the client sends
+    nothing more. is_refused: what the client sends is no request; it is told so and not read further. lingers_until:
+    see `linger`. secure: the socket of an encrypted connection.
     """
 
     parser_class, task_class, error_task_class = RequestReader, Answer, MalformedRequest
 
     def __init__(self, *arguments, **options):
         self.began = time.monotonic()
-        self.is_idle = self.has_left = self.is_refused = False
+        self.is_heard = self.is_idle = self.has_left = self.is_refused = False
         self.lingers_until = self.secure = None
         super().__init__(*arguments, **options)
 
     # ---- reading ------------------------------------------------------------------------------------------
 
     def readable(self) -> bool:
+        self.is_heard = True
         return self.lingers_until is not None or not self.has_left and super().readable()
 
     def handle_read(self):
@@ -210,17 +211,17 @@ class Connection(waitress.channel.HTTPChannel):
             return self.total_outbufs_len > 0 and time.time() - self.last_activity > READ_SECONDS
 
     def may_go(self) -> bool:
-        """Whether no request is running, so that the connection may be closed to make room for others."""
-        return not self.requests and self.connected
+        """Whether the connection may be closed to make room for others: no request is running, nobody reads an answer,
+        and the server has looked whether a request has come."""
+        reads = self.total_outbufs_len > 0 and time.time() - self.last_activity < MOMENT
+        return self.connected and self.is_heard and not self.requests and not reads
 
     def usefulness(self) -> tuple:
         """Where room is short, the connection with the least usefulness goes first. In this order: those that have been
-        unfinished or idle for more than a moment; those whose answer nobody reads; those that have just begun; those
-        that read. Among equals, the one that began first."""
-        has_answer = self.total_outbufs_len > 0
-        reads = has_answer and time.time() - self.last_activity < MOMENT
-        is_new = time.monotonic() - self.began < MOMENT
-        return 2 if reads else 1 if is_new and not has_answer else 0, has_answer, self.since()
+        unfinished or idle for more than a moment; those whose answer nobody reads; those that have just begun. Among
+        equals, the one that began first."""
+        has_answer, is_new = self.total_outbufs_len > 0, time.monotonic() - self.began < MOMENT
+        return is_new and not has_answer, has_answer, self.since()
 
     def give_way(self):
         """Closes the connection, unless a request has just become whole."""

@@ -1,7 +1,8 @@
 """The sockets under the Flask app: waitress' loop and threads, with room for everybody who has something to say.
 
 Where more clients are connected than there is room for, those go that have been unfinished or idle for longest. So
-neither idle clients nor those that send a byte now and then keep a whole request out.
+neither idle clients nor those that send a byte now and then keep a whole request out. Where all are busy, the next
+client waits until one is not.
 """
 
 import contextlib
@@ -68,7 +69,7 @@ class Listener(waitress.server.TcpWSGIServer):
     def __init__(self, service: Service, tls: ssl.SSLContext | None, *arguments, **options):
         self.service, self.tls = service, tls
         self.next_look = self.paused_until = 0
-        self.has_room = True
+        self.n_welcome = AT_ONCE        # so many clients may be let in now
         super().__init__(*arguments, **options)
 
     def tend(self):
@@ -79,17 +80,18 @@ class Listener(waitress.server.TcpWSGIServer):
             for connection in list(self.active_channels.values()):
                 connection.keep_time()
         self.adj.max_request_body_size = self.service.max_body + SPARE      # the model may have been loaded meanwhile
-        self.has_room = self.make_room(len(self._map) - self.adj.connection_limit) and now >= self.paused_until
+        places = self.make_room(len(self._map) - self.adj.connection_limit)
+        self.n_welcome = min(AT_ONCE, places) if now >= self.paused_until else 0
 
     def readable(self) -> bool:
-        return self.accepting and self.has_room
+        return self.accepting and self.n_welcome > 0
 
     def handle_accept(self):
-        for _ in range(AT_ONCE):
+        for _ in range(self.n_welcome):
             try:
                 accepted = self.accept()
             except OSError as error:
-                if error.errno in NO_ROOM and not self.make_room(1):
+                if error.errno in NO_ROOM and self.make_room(1) < 0:
                     self.paused_until = time.monotonic() + PAUSE_SECONDS    # or the loop would try again at once
                 return
             if accepted is None:
@@ -101,14 +103,15 @@ class Listener(waitress.server.TcpWSGIServer):
             except OSError:             # the client has left
                 client.close()
 
-    def make_room(self, n: int) -> bool:
-        """Closes n connections without a running request; returns whether there were so many."""
-        if n > 0:
-            idle = [connection for connection in connections(self._map) if connection.may_go()]
-            for connection in heapq.nsmallest(n, idle, key=Connection.usefulness):
-                connection.give_way()
-            return len(idle) >= n
-        return True
+    def make_room(self, n: int) -> int:
+        """Closes n connections that may go, if there are so many. n below zero: so many places are free. Returns how
+        many places there are, with those of connections that may go; below zero: so many are missing."""
+        if n <= -AT_ONCE:
+            return -n
+        idle = [connection for connection in connections(self._map) if connection.may_go()]
+        for connection in heapq.nsmallest(n, idle, key=Connection.usefulness):
+            connection.give_way()
+        return len(idle) - n
 
 
 def poll_all(watched: dict):

@@ -166,6 +166,18 @@ def test_running_requests_are_never_closed_for_others(monkeypatch):
     assert texts == [ANSWER] * 8
 
 
+def test_clients_wait_for_a_place_where_all_are_busy(monkeypatch):
+    monkeypatch.setattr(http_api, "CONNECTIONS", 12)
+    go_on = threading.Event()
+    body = json.dumps(COMPLETION).encode()
+    said = b"POST %b HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n%b" % (TEXT.encode(), len(body), body)
+    with serving(app_of(PacedEngine(lambda prompt: go_on.wait(PATIENCE) and ANSWER))) as (port, _), \
+            crowd(port, 30, said) as clients:
+        time.sleep(0.2)                             # in which the server would close those for whom there is no room
+        go_on.set()
+        assert [read_answer(client)[0] for client in clients] == [200] * 30
+
+
 class LongModelList(PacedEngine):
     """Its list of models takes a while, and is as long as what one connection can hold of an answer."""
 
