@@ -10,6 +10,9 @@ class Clock:
         self.ahead = 0.0
         monkeypatch.setattr(module, "time", self)
 
+    def __getattr__(self, name):
+        return getattr(time, name)
+
     def monotonic(self):
         return time.monotonic() + self.ahead
 

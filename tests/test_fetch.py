@@ -279,10 +279,15 @@ def test_a_file_keeps_its_place_until_it_is_read(web, monkeypatch):
 def test_a_connection_that_comes_after_its_job_was_given_up(web):
     """There was no socket to end then. It must not be waited for: the other side could dawdle as long as it likes."""
     get, names = web(a=[PUBLIC])
-    slow, connect = threading.Event(), get.connect
-    get.connect = lambda *given: (slow.wait(), connect(*given))[1]
+    connecting, slow, connect = threading.Event(), threading.Event(), get.connect
+    get.connect = lambda *given: (connecting.set(), slow.wait(), connect(*given))[-1]
+
+    class UntilItConnects(Patience):
+        def wait(self, comes, seconds):
+            return comes(0) or connecting.wait(PATIENCE) and super().wait(comes, 0)     # the place, then the file
+
     with pytest.raises(RequestError, match="may take 10 s together"):
-        got(get, "http://a.example/slow", 0.2)
+        got(get, "http://a.example/slow", PATIENCE, UntilItConnects())
     slow.set()
     wait_until(lambda: not fetching(), 60)
     assert names.connected
