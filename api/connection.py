@@ -64,23 +64,22 @@ class Connection(waitress.channel.HTTPChannel):
     """A client's connection. Its methods are called by the thread that polls, except where they say otherwise.
 
     began: when its current request began or, between two requests, when the last answer was written (time.monotonic).
-    is_heard: the poll has been told to look at it. is_idle: it is between two requests. has_left: the client sends
-    nothing more. is_refused: what the client sends is no request; it is told so and not read further. lingers_until:
-    see `linger`. secure: the socket of an encrypted connection.
+    is_idle: it is between two requests. has_left: the client sends nothing more. is_refused: what the client sends is
+    no request; it is told so and not read further. lingers_until: see `linger`. secure: the socket of an encrypted
+    connection.
     """
 
     parser_class, task_class, error_task_class = RequestReader, Answer, MalformedRequest
 
     def __init__(self, *arguments, **options):
         self.began = time.monotonic()
-        self.is_heard = self.is_idle = self.has_left = self.is_refused = False
+        self.is_idle = self.has_left = self.is_refused = False
         self.lingers_until = self.secure = None
         super().__init__(*arguments, **options)
 
     # ---- reading ------------------------------------------------------------------------------------------
 
     def readable(self) -> bool:
-        self.is_heard = True
         return self.lingers_until is not None or not self.has_left and super().readable()
 
     def handle_read(self):
@@ -211,10 +210,10 @@ class Connection(waitress.channel.HTTPChannel):
             return self.total_outbufs_len > 0 and time.time() - self.last_activity > READ_SECONDS
 
     def may_go(self) -> bool:
-        """Whether the connection may be closed to make room for others: no request is running, nobody reads an answer,
-        and the server has looked whether a request has come."""
+        """Whether the connection may be closed to make room for others: no request is running, and its client has not
+        taken a part of an answer a moment ago."""
         reads = self.total_outbufs_len > 0 and time.time() - self.last_activity < MOMENT
-        return self.connected and self.is_heard and not self.requests and not reads
+        return self.connected and not self.requests and not reads
 
     def usefulness(self) -> tuple:
         """Where room is short, the connection with the least usefulness goes first. In this order: those that have been

@@ -69,7 +69,7 @@ class Listener(waitress.server.TcpWSGIServer):
     def __init__(self, service: Service, tls: ssl.SSLContext | None, *arguments, **options):
         self.service, self.tls = service, tls
         self.next_look = self.paused_until = 0
-        self.n_welcome = AT_ONCE        # so many clients may be let in now
+        self.has_room = True
         super().__init__(*arguments, **options)
 
     def tend(self):
@@ -80,14 +80,17 @@ class Listener(waitress.server.TcpWSGIServer):
             for connection in list(self.active_channels.values()):
                 connection.keep_time()
         self.adj.max_request_body_size = self.service.max_body + SPARE      # the model may have been loaded meanwhile
-        places = self.make_room(len(self._map) - self.adj.connection_limit)
-        self.n_welcome = min(AT_ONCE, places) if now >= self.paused_until else 0
+        self.has_room = self.make_room(self.n_over()) > 0 and now >= self.paused_until
 
     def readable(self) -> bool:
-        return self.accepting and self.n_welcome > 0
+        return self.accepting and self.has_room
+
+    def n_over(self) -> int:
+        """Connections above the limit; below zero: so many places are free."""
+        return len(self._map) - self.adj.connection_limit
 
     def handle_accept(self):
-        for _ in range(self.n_welcome):
+        for _ in range(min(AT_ONCE, self.make_room(self.n_over()))):    # another listener may have let clients in
             try:
                 accepted = self.accept()
             except OSError as error:
@@ -99,15 +102,17 @@ class Listener(waitress.server.TcpWSGIServer):
             client, address = accepted
             try:
                 self.set_socket_options(client)
-                self.channel_class(self, client, address, self.adj, map=self._map)
+                connection = self.channel_class(self, client, address, self.adj, map=self._map)
             except OSError:             # the client has left
                 client.close()
+                continue
+            waitress.wasyncore.read(connection)     # or it might have to go before its request is seen
 
     def make_room(self, n: int) -> int:
-        """Closes n connections that may go, if there are so many. n below zero: so many places are free. Returns how
-        many places there are, with those of connections that may go; below zero: so many are missing."""
+        """Closes up to n connections that may go; n below zero: so many places are free. Returns how many more clients
+        could be let in, with the places of others that may go; below zero: so many could not be closed."""
         if n <= -AT_ONCE:
-            return -n
+            return -n               # enough, whoever may go
         idle = [connection for connection in connections(self._map) if connection.may_go()]
         for connection in heapq.nsmallest(n, idle, key=Connection.usefulness):
             connection.give_way()

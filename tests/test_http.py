@@ -166,16 +166,45 @@ def test_running_requests_are_never_closed_for_others(monkeypatch):
     assert texts == [ANSWER] * 8
 
 
-def test_clients_wait_for_a_place_where_all_are_busy(monkeypatch):
-    monkeypatch.setattr(http_api, "CONNECTIONS", 12)
-    go_on = threading.Event()
-    body = json.dumps(COMPLETION).encode()
-    said = b"POST %b HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n%b" % (TEXT.encode(), len(body), body)
-    with serving(app_of(PacedEngine(lambda prompt: go_on.wait(PATIENCE) and ANSWER))) as (port, _), \
-            crowd(port, 30, said) as clients:
-        time.sleep(0.2)                             # in which the server would close those for whom there is no room
+def asking(prompt):
+    """The bytes of a request for an answer."""
+    body = json.dumps(COMPLETION | {"prompt": prompt}).encode()
+    return b"POST %b HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n%b" % (TEXT.encode(), len(body), body)
+
+
+@pytest.mark.parametrize("n_listeners", [1, 2])
+def test_clients_wait_for_a_place_where_all_are_busy(monkeypatch, n_listeners):
+    """As many as there is room for are let in, by all listeners together, and none is closed."""
+    monkeypatch.setattr(http_api, "CONNECTIONS", 11 + 2 * n_listeners)      # each counts, and what wakes it
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(n_listeners)]
+    monkeypatch.setattr(http_api, "listen", lambda host, port: sockets)
+    tend, most, go_on = http_api.Listener.tend, [], threading.Event()
+    monkeypatch.setattr(http_api.Listener, "tend",
+                        lambda self: (most.append(len(http_api.connections(self._map))), tend(self)))
+    app = app_of(PacedEngine(lambda prompt: go_on.wait(PATIENCE) and ANSWER), max_requests=64)
+    service, clients = app.extensions["qengine"], []
+    with http_api.serving(app, "127.0.0.1", 0), contextlib.ExitStack() as stack:
+        for i in range(60):
+            port = sockets[i % n_listeners].getsockname()[1]
+            clients.append(stack.enter_context(connected(port, asking("hi"))))
+            wait_until(lambda: len(service.open) == min(len(clients), 11))
+        time.sleep(0.2)                             # in which the server would let in more, or close them
+        assert max(most) == len(service.open) == 11
         go_on.set()
-        assert [read_answer(client)[0] for client in clients] == [200] * 30
+        assert [read_answer(client)[0] for client in clients] == [200] * 60
+
+
+def test_silent_clients_hold_nobody_up_where_few_places_are_left(monkeypatch):
+    """They give way at once, and not at the server's next look, of which there is one each second."""
+    monkeypatch.setattr(http_api, "CONNECTIONS", 12)
+    go_on, began = threading.Event(), time.monotonic()
+    with serving(app_of(PacedEngine(lambda prompt: go_on.wait(PATIENCE) and ANSWER))) as (port, service):
+        with crowd(port, 9, asking("hi")):
+            wait_until(lambda: len(service.open) == 9)
+            with crowd(port, 90):
+                assert send(port, "GET", "/health")[0] == 200
+                assert time.monotonic() - began < 60            # 90 looks would take longer
+            go_on.set()
 
 
 class LongModelList(PacedEngine):

@@ -25,19 +25,20 @@ def only(instr, *allowed):
 
 
 def float32_holds(mask, ones, k):
-    """Whether float32 holds a * b + c for each half b, if a = ones | (x & mask) and c is b * k, rounded to half. mask,
-    ones and k are the bits of halves.
+    """Whether it is certain that float32 holds a * b + c for each half b, if a = ones | (x & mask) and c is b * k,
+    rounded to half. mask, ones and k are the bits of halves.
 
-    Let u be the unit of b's last place, so |b| < 2^11 u. The exponent of a is known, and so is the unit s of the last
-    place of a: a b is a multiple of s u. Since |k| >= 1, c is a multiple of u, and |c| < 2 |k b|. So the sum is a
-    multiple of min(s, 1) u, and less than 2^11 (|a| + 2 |k|) u. If that is below 2^24 multiples, float32 holds it. If c
-    is infinite or not a number, the sum is c or not a number."""
+    For finite b and c: let u be the unit of b's last place, so |b| < 2^11 u. The exponent of a is known, and so is the
+    lowest bit s that any a can have: a b is a multiple of s u. Since |k| > 1, c is a multiple of u, and |c| <= 2 |k b|.
+    So the sum is a multiple of min(s, 1) u, and less than 2^11 (|a| + 2 |k|) u. float32 holds it if these are 2^24
+    multiples at most. If c is infinite or not a number, the sum is c or not a number. With k = 1 LLVM would leave out
+    the product, and a NaN would keep the bits of b."""
     exponent, last = ones >> 10, (mask | ones | 1 << 10) & 0x7FF
     if not 0 < exponent < 31 or mask & ~ones & 0xFC00:
         return False
     s = min(2.0 ** (exponent - 25) * (last & -last), 1.0)
     k = abs(float(np.uint16(k).view(np.float16)))
-    return 1 <= k < math.inf and 2 ** 11 * (2.0 ** (exponent - 14) + 2 * k) <= 2 ** 24 * s
+    return 1 < k < math.inf and 2 ** 11 * (2.0 ** (exponent - 14) + 2 * k) <= 2 ** 24 * s
 
 
 class Floats(Operands):
@@ -45,8 +46,8 @@ class Floats(Operands):
 
     def floating(self, instr, operands, compute):
         """Writes compute(t, w, mods, *values). It computes f32 and f64 in their own type, f16 as f32 with one
-        rounding to half, and f16x2 likewise for each half. What the processor does on halves it does in line, and short
-        sums (`find_short_sums`).
+        rounding to half, and f16x2 likewise for each half. What the processor does on halves it does in line, and what
+        `find_short_sums` has found.
 
         Other operations on halves are calls of functions. In line they would make the machine code faster and its
         translation much slower (benchmarks/results.md).
