@@ -33,6 +33,8 @@ ANSWER = "a b c d e f g h i j k l m n o p"
 HEALTH = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
 PIECE = b"GET /health HTTP/1.1\r\nHost: local"            # of a head
 COMPLETION = {"prompt": "hi", "max_tokens": 64}
+ASKING = b"POST %b HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n%b" % (
+    TEXT.encode(), len(json.dumps(COMPLETION)), json.dumps(COMPLETION).encode())
 
 
 def connected(port, said=b"") -> socket.socket:
@@ -166,12 +168,6 @@ def test_running_requests_are_never_closed_for_others(monkeypatch):
     assert texts == [ANSWER] * 8
 
 
-def asking(prompt):
-    """The bytes of a request for an answer."""
-    body = json.dumps(COMPLETION | {"prompt": prompt}).encode()
-    return b"POST %b HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n%b" % (TEXT.encode(), len(body), body)
-
-
 @pytest.mark.parametrize("n_listeners", [1, 2])
 def test_clients_wait_for_a_place_where_all_are_busy(monkeypatch, n_listeners):
     """As many as there is room for are let in, by all listeners together, and none is closed."""
@@ -186,7 +182,7 @@ def test_clients_wait_for_a_place_where_all_are_busy(monkeypatch, n_listeners):
     with http_api.serving(app, "127.0.0.1", 0), contextlib.ExitStack() as stack:
         for i in range(60):
             port = sockets[i % n_listeners].getsockname()[1]
-            clients.append(stack.enter_context(connected(port, asking("hi"))))
+            clients.append(stack.enter_context(connected(port, ASKING)))
             wait_until(lambda: len(service.open) == min(len(clients), 11))
         time.sleep(0.2)                             # in which the server would let in more, or close them
         assert max(most) == len(service.open) == 11
@@ -199,7 +195,7 @@ def test_silent_clients_hold_nobody_up_where_few_places_are_left(monkeypatch):
     monkeypatch.setattr(http_api, "CONNECTIONS", 12)
     go_on, began = threading.Event(), time.monotonic()
     with serving(app_of(PacedEngine(lambda prompt: go_on.wait(PATIENCE) and ANSWER))) as (port, service):
-        with crowd(port, 9, asking("hi")):
+        with crowd(port, 9, ASKING):
             wait_until(lambda: len(service.open) == 9)
             with crowd(port, 90):
                 assert send(port, "GET", "/health")[0] == 200

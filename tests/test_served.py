@@ -233,7 +233,7 @@ def test_a_request_that_waits_for_a_load_sees_its_deadline(machine, monkeypatch)
     assert one.models.first.n_awaiting == 0 and not one.app.extensions["qengine"].n_entering
     one.may_load.set()
     wait_until(lambda: one.loaded == ["slow"])            # the next request finds it
-    assert one.ask("slow").status_code == 200 and one.log == ["load slow"]
+    assert one.ask("slow", timeout=PATIENCE).status_code == 200 and one.log == ["load slow"]
 
 
 def test_a_client_that_leaves_while_its_model_is_loaded(machine):

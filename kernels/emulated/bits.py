@@ -46,10 +46,9 @@ class Bits(Integers):
         t = llvm_type(instr.mods[-1])
         bits = bits_of(t)
         value, by = instr.operands[1:]
-        known = self.lanes.of(by, 32)
-        if known.const is not None and known.uniform and known.const < bits:
-            return self.integer(instr, t, [(value, t)],
-                                lambda w, a: self.op(name, t, w, a, const(t, w, known.const)))
+        known = self.constant(by)
+        if known is not None and known < bits:
+            return self.integer(instr, t, [(value, t)], lambda w, a: self.op(name, t, w, a, const(t, w, known)))
 
         def compute(w, a, n):
             inside = self.compare("ult", "i32", w, n, const("i32", w, bits))
@@ -165,10 +164,10 @@ class Bits(Integers):
         if len(instr.mods) != 1:
             raise instr.unsupported()
         a, b, selector = instr.operands[1:]
-        known, choice = self.lanes.of(selector, 32), self.choices.get(getattr(selector, "name", None))
+        choice = self.choices.get(getattr(selector, "name", None))
         if choice:
             return self._prmt_of_choice(instr.operands[0], a, b, choice)
-        known = known.const if known.uniform else None
+        known = self.constant(selector)
         self.lift(instr, "i32", [(a, "i32"), (b, "i32"), (selector, "i32")],
                   lambda w, a, b, s: self._chosen_bytes(w, a, b, s, known))
 

@@ -187,6 +187,11 @@ class Operands(Code):
     def uniform(self, *operands):
         return all((s := self.lanes.of(o)) is not None and s.uniform and s.exact for o in operands)
 
+    def constant(self, operand):
+        """The number that all lanes have in an operand of 32 bits, if it is known; else None."""
+        shape = self.lanes.of(operand, 32)
+        return shape.const if shape.uniform else None
+
     def scalar(self, operand, t):
         """The scalar (of a uniform, patterned or loose operand) as type t."""
         if isinstance(operand, Imm):

@@ -8,8 +8,6 @@ that it does not know, and describes the computation once, for width w (a scalar
 import math
 import struct
 
-import numpy as np
-
 from .emit import WARP, Operands, bits_of, const, llvm_type, suffix, ty
 
 DIRECTED = {"rz": 0, "rp": 2, "rm": 3}              # rounding modes, as llvm.set.rounding numbers them
@@ -37,7 +35,7 @@ def float32_holds(mask, ones, k):
     if not 0 < exponent < 31 or mask & ~ones & 0xFC00:
         return False
     s = min(2.0 ** (exponent - 25) * (last & -last), 1.0)
-    k = abs(float(np.uint16(k).view(np.float16)))
+    k = abs(struct.unpack("<e", struct.pack("<H", k))[0])
     return 1 < k < math.inf and 2 ** 11 * (2.0 ** (exponent - 14) + 2 * k) <= 2 ** 24 * s
 
 
@@ -194,15 +192,10 @@ class Floats(Operands):
         if not joined or not product or product.operands[1] != b or maker(b)[0] > product_at:
             return None
         _, chosen = maker(joined.operands[1], "and", "b32", end=joined_at)
-        words = [self._constant(each.operands[2]) for each in (chosen, joined, product) if each]
+        words = [self.constant(each.operands[2]) for each in (chosen, joined, product) if each]
         holds = chosen and None not in words and all(
             float32_holds(*(word >> shift & 0xFFFF for word in words)) for shift in (0, 16))
         return product if holds else None
-
-    def _constant(self, operand):
-        """A word that all lanes have and that is known; None if there is none."""
-        shape = self.lanes.of(operand, 32)
-        return shape.const if shape.uniform else None
 
     def _odd_fma(self, w, a, b, c):
         """a * b + c of halves in float32, rounded to odd: the exact sum if float32 holds it, else that of its two
